@@ -28,7 +28,7 @@ from hvdtrain.core import ROOT, terminal
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
-from hvdtrain.planning.batch.plan import equal, plan
+from hvdtrain.planning.batch.plan import equal, of_shares, plan
 from hvdtrain.planning.linear import LinearTime, Link, Traffic, fit, wire_seconds
 from hvdtrain.planning.simulator import Exchange, Host, Rank, Scene, Stages, StepForecast, host_links, step
 
@@ -177,10 +177,11 @@ def _words(args: argparse.Namespace, framework: str, case: Case, rows: Sequence[
 # --- prediction ------------------------------------------------------------------------------------------------------
 
 def predict(calibrated: Mapping[str, Any], row: str, blocks: Mapping[str, Any] | None = None,
-            slower: float = 1.0) -> StepForecast:
+            slower: float = 1.0, samples_P: Sequence[int] = ()) -> StepForecast:
     """Return the forecast of a row from its job's calibration. Pure.
 
-    ``blocks``: of a pipeline, as its run measured. ``slower``: factor on all times but those on the links.
+    ``blocks``: of a pipeline, as its run measured. ``samples_P``: of the ranks, as a run with a static balance planned.
+    ``slower``: factor on all times but those on the links.
     """
     asked, size = ours_row(row), calibrated["ranks"]
     runs = [_paced(run, slower * (calibrated["compute"][0]["step_s"] / run["beside_s"] if run["beside_s"] else 1.0))
@@ -188,11 +189,14 @@ def predict(calibrated: Mapping[str, Any], row: str, blocks: Mapping[str, Any] |
     batch = calibrated["batch"]
     lines = [fit([run["batch"] for run in runs], [run["phases"][rank]["compute"] for run in runs])
              for rank in range(size)]
-    made = plan(lines, batch * size) if asked["balance"] == "static" else equal(lines, batch * size)
+    made = equal(lines, batch * size) if asked["balance"] == "off" else of_shares(
+        lines, batch * size, samples_P) if samples_P else plan(lines, batch * size)
     zero = 2 if asked["kind"] == "zero2" else 0
     updates = 1 if asked["kind"] == "whole" else 1 / size  # each rank has a part of the parameters, or of their state
-    ranks = tuple(Rank(host, line, share.samples, share.accumulate,
-                       update_s=_mean(run["phases"][rank]["update"] for run in runs) * updates,
+    updates_P = [_mean(run["phases"][rank]["update"] for run in runs) * updates for rank in range(size)]
+    if zero and (shard := calibrated["transports"][asked["wire"]].get("shard")):
+        updates_P = [slower * update_s for update_s, _ in shard["times_P"]]
+    ranks = tuple(Rank(host, line, share.samples, share.accumulate, updates_P[rank],
                        input_s=_mean(run["phases"][rank]["data"] for run in runs))
                   for rank, (host, line, share) in enumerate(zip(calibrated["hosts"], lines, made.parts)))
     agreement_s = max(0.0, _mean(run["step_s"] - max(_busy(phases) for phases in run["phases"]) for run in runs))
@@ -222,23 +226,31 @@ def _exchange(calibrated: Mapping[str, Any], asked: Mapping[str, str], zero: int
               slower: float) -> Exchange:
     found = calibrated["transports"][asked["wire"]]
     links = {kind: Link(**link) for kind, link in found["links"].items()}
-    buckets, size = tuple(found["buckets"]), calibrated["ranks"]
+    plain_buckets, size = found["buckets"], calibrated["ranks"]
+    cost = found["costs"][asked["compression"]]
+    buckets = tuple(cost.get("buckets", plain_buckets))
     sums = Link(**found["link"])
     within, between = host_links(asked["wire"], calibrated["hosts"], sums)
     codec_s = later_s = 0.0
     ratio = 1.0
     if asked["compression"] != "none":
-        cost = found["costs"][asked["compression"]]
         first_s, later_s = wire_seconds([Traffic(**traffic) for traffic in cost["traffic"]], links)
         plain = found["costs"]["none"]
         plain_s, _ = wire_seconds([Traffic(**traffic) for traffic in plain["traffic"]], links)
         codec_s = slower * cost["codec_s"]
         starts_s, travel_s = len(buckets) * sums.alpha_s, sum(buckets) * sums.beta_s_per_byte
-        ratio = max(0.0, (first_s / plain_s * (starts_s + travel_s) - starts_s) / travel_s)
+        plain_sums_s = len(plain_buckets) * sums.alpha_s + sum(plain_buckets) * sums.beta_s_per_byte
+        ratio = max(0.0, (first_s / plain_s * plain_sums_s - starts_s) / travel_s)
     if asked["kind"] == "pipeline" or size < 2:
         buckets = ()
-    return Exchange(asked["wire"], buckets, within, between, found["overlaps"], codec_s, ratio, zero,
-                    found["busy_cores"], later_s=later_s, agreement_s=agreement_s)
+    shard, overlaps, gather_s = found.get("shard") if zero else None, found["overlaps"], 0.0
+    if shard:
+        buckets, overlaps = tuple(shard["buckets"]), shard["overlaps"]
+        gather_s = slower * min(seconds for _, seconds in shard["times_P"])  # who updates last waits for no other
+    ready = tuple(found.get("ready", ()))
+    return Exchange(asked["wire"], buckets, within, between, overlaps, codec_s, ratio, zero, found["busy_cores"],
+                    ready if len(ready) == len(buckets) else (), later_s=later_s, agreement_s=agreement_s,
+                    gather_s=gather_s)
 
 
 def _stages(calibrated: Mapping[str, Any], asked: Mapping[str, str], blocks: Mapping[str, Any],
@@ -268,7 +280,8 @@ def _told(args: argparse.Namespace, found: Sequence[Mapping[str, Any]]) -> int:
         measured_s = measured["step_s"]
         # Other load on the machine slows the steps without exchange, which alternate with the row's, as well.
         slower = measured["beside_s"] / record["calibrated"]["compute"][0]["step_s"]
-        forecast = predict(record["calibrated"], record["row"], measured.get("blocks"), slower)
+        forecast = predict(record["calibrated"], record["row"], measured.get("blocks"), slower,
+                           measured.get("samples", ()))
         error = 100 * (forecast.mid_s / measured_s - 1)
         errors.append(abs(error))
         rows.append([record["framework"], record["case"], record["row"], f"{1e3 * forecast.mid_s:.1f}",

@@ -15,12 +15,17 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from benchmarks import throttle
 from benchmarks.peers import IDLE_S, Cut, Prepared, Setup, ours
 from benchmarks.worker import MARK
 from benchmarks.workloads import BATCHES, FILES, WORKLOADS, part
+from hvdtrain.planning.simulator.scene import BACKWARD
+
+if TYPE_CHECKING:
+    from hvdtrain.parallel.data_parallel.replicate import Replicate
+    from hvdtrain.parallel.data_parallel.zero import Zero
 
 WARM_STEPS = 3
 TIMED_S = 1.5
@@ -84,6 +89,8 @@ class _Rank:
         rows = [ours_row(text) for text in self.args.row]
         for wire in dict.fromkeys(row["wire"] for row in rows if self.control.size > 1):
             found["transports"][wire] = self.links(wire, {row["compression"] for row in rows if row["wire"] == wire})
+            if any(row["wire"] == wire and row["kind"] == "zero2" for row in rows):
+                found["transports"][wire]["shard"] = self.shard(wire)
         self._say(found)
         for text, row in zip(self.args.row, rows):
             self._say({"event": "row", "row": text, **self.row(row)})
@@ -101,18 +108,48 @@ class _Rank:
         return {"batch": batch, **timed, "parameters": sum(int(spec.n) for spec in run.parts.params.specs)}
 
     def links(self, wire: str, compressions: set[str]) -> dict[str, Any]:
-        """Return links, bucket sizes and the compressors' own costs over a transport."""
+        """Return links, buckets and when backward completes them, the compressors' own costs over a transport."""
         from hvdtrain.comm import sweep, transport_sweep
 
-        run = self._prepare(self.args.batch, wire=wire, adam="whole").run
+        prepared = self._prepare(self.args.batch, wire=wire, adam="whole")
+        run = prepared.run
         nbytes = sum(bucket.nbytes for bucket in run.dp.buckets)
-        found = sweep.measure(run.collectives, run.dp.ops, self.control, run.dp.buckets, run.config)
+        dp = cast("Replicate", run.dp)
+        found = sweep.measure(run.collectives, dp.ops, self.control, dp.buckets, run.config, dp.buckets_with)
         sums, = transport_sweep.measure({wire: run.collectives}, run.dp.ops, self.control, nbytes, SWEEP_S)
         return {"link": asdict(sums.link), "busy_cores": sums.busy_cores, "overlaps": run.collectives.overlaps,
-                "in_graph": run.collectives.in_graph,
+                "in_graph": run.collectives.in_graph, "ready": self._ready(prepared),
                 "buckets": [int(bucket.nbytes) for bucket in run.dp.buckets], "refused": found.refused,
                 "links": {kind: asdict(link) for kind, link in found.links.items()},
-                "costs": {cost.name: asdict(cost) for cost in found.costs if cost.name in compressions | {"none"}}}
+                "costs": {cost.name: {**asdict(cost), "buckets": [b.nbytes for b in dp.buckets_with(cost.name)]}
+                          for cost in found.costs if cost.name in compressions | {"none"}}}
+
+    def _ready(self, prepared: Prepared) -> list[float]:
+        """Return the fraction of backward after which each bucket is handed to the transport; [] inside a graph."""
+        for number in range(WARM_STEPS + LEAST_STEPS):
+            if number == WARM_STEPS:
+                prepared.marks()
+            self._step(prepared, number)
+        marks = {name: statistics.median(times) for name, times in prepared.marks().items()}
+        count = len(prepared.run.dp.buckets)
+        own = [1 - (1 - marks[f"bucket{i}_s"] / marks["compute_s"]) / BACKWARD for i in range(count)
+               if f"bucket{i}_s" in marks]
+        return [max(portions) for portions in zip(*self.control.gather(own))] if len(own) == count else []
+
+    def shard(self, wire: str) -> dict[str, Any]:
+        """Return each rank's seconds of updating its shard by ZeRO, and of gathering the parameters: no step's."""
+        run = self._prepare(self.args.batch, wire=wire, adam="zero2").run
+        dp, seconds = cast("Zero", run.dp), []
+        grads = [dp.ops.zeros(sizes_P[self.control.rank], b.dtype) for b, sizes_P in zip(dp.buckets, dp.sizes_BP)]
+        for _ in range(WARM_STEPS + LEAST_STEPS):
+            dp.begin(0)
+            self.control.barrier("an update")
+            begin = time.perf_counter()
+            dp.update(0, grads)
+            seconds.append((time.perf_counter() - begin - dp.gather_s, dp.gather_s))
+        times_P = self.control.gather([statistics.median(times) for times in zip(*seconds[WARM_STEPS:])])
+        return {"overlaps": dp.reducer.collectives.overlaps, "times_P": times_P,
+                "buckets": [int(bucket.nbytes) for bucket in dp.buckets]}
 
     def row(self, row: Mapping[str, str]) -> dict[str, Any]:
         """Return the measured step of a row, and what its run planned by itself."""

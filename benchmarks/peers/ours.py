@@ -63,7 +63,7 @@ def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance
 
 
 class _Marks:
-    """Of each step: seconds until its first bucket is handed to the transport, of computing and of the update.
+    """Of each step: seconds until its first and each bucket is handed to the transport, of computing and of the update.
 
     A bucket that is put inside a graph is put while that is traced, once: its steps have no such mark.
     """
@@ -74,7 +74,9 @@ class _Marks:
         put = run.dp.put
 
         def stamped(index: int, x: Any) -> None:
-            self._now.setdefault("first_s", time.perf_counter() - self._begin)
+            at_s = time.perf_counter() - self._begin
+            self._now.setdefault("first_s", at_s)
+            self._now[f"bucket{index}_s"] = at_s
             put(index, x)
 
         if not run.dp.in_graph:

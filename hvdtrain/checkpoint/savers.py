@@ -20,6 +20,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.run import Outcome
 from hvdtrain.core.timeline import Timeline, active, current, span
 from hvdtrain.core.units import format_bytes
+from hvdtrain.planning.simulator.scene import SAVES_COST
 
 
 class BackgroundSaver:
@@ -169,7 +170,7 @@ def often(settings: CheckpointConfig) -> str:
     if settings.every_s:
         words.append(f"every {settings.every_s:g} s")
     if not words and settings.every == "auto":
-        words.append(f"after {FIRST_S:g} s, then as often as keeps their cost below {100 * PART:g} % of the time")
+        words.append(f"after {FIRST_S:g} s, then as often as keeps their cost below {100 * SAVES_COST:g} % of the time")
     return ", ".join(words + ["at the end"] * settings.at_end)
 
 
@@ -205,19 +206,3 @@ def warning(settings: CheckpointConfig, one_bytes: int, free: int | None, n_best
 
 FIRST_S = 60.0
 """When the first save of a run is made whose cost nobody knows yet; runs of seconds save at their end only."""
-
-PART = 0.03  # part of the time that saves may cost
-LEAST_S = 60.0  # shortest interval where no time between failures is given: more often would save too little
-DISTANCE = 1.5
-"""A save begins this many times as long after the last one as that took, so that it need not wait for it."""
-
-
-def interval_s(cost_s: float, took_s: float, mtbf_s: float = 0.0) -> float:
-    """Return the seconds from the begin of a save to the next one.
-
-    ``cost_s``: cost of a save to the run, its training blocked and its threads' processor time. ``took_s``: time until
-    it was on the disk. ``mtbf_s``: mean time between failures, 0 if unknown; with it the interval that loses least,
-    sqrt(2 * cost * MTBF) (Young 1974, Daly 2006). Never so short that saves cost more than `PART` of the time.
-    """
-    wanted_s = math.sqrt(2 * cost_s * mtbf_s) if mtbf_s else LEAST_S
-    return max(wanted_s, cost_s / PART, DISTANCE * took_s)

@@ -74,20 +74,24 @@ class Sweep:
     seconds: float
 
 
-def measure(collectives: Collectives, ops: Ops, control: Control, buckets: Sequence[Bucket], config: Config) -> Sweep:
-    """Time every compressor on random gradients of ``buckets``' shapes, and the links that their requests need."""
+def measure(collectives: Collectives, ops: Ops, control: Control, buckets: Sequence[Bucket], config: Config,
+            own: Callable[[str], Sequence[Bucket]] | None = None) -> Sweep:
+    """Time every compressor on random gradients of ``buckets``' shapes, and the links that their requests need.
+
+    ``own``: gives the buckets that a run with a compressor would have, where these are not ``buckets``.
+    """
     begin = time.perf_counter()
-    sample = _sample(buckets)
-    draw = np.random.default_rng(0)
-    grads = [ops.cast(ops.from_host(draw.standard_normal(b.n, np.float32)), b.dtype) for b in sample]
     costs: list[CompressorCost] = []
     refused: dict[str, str] = {}
     for name in compressors.choices():
         compressor, refused[name] = _candidate(name, config, collectives, buckets)
         if compressor is None:
             continue
+        theirs = buckets if own is None else own(name)
+        sample = _sample(theirs)
+        grads = _random(sample, ops)
         control.barrier(f"compression auto: {name}")  # ranks that share cores compute at once when they train, too
-        cost = _cost(compressor, ops, collectives, buckets, sample, grads)
+        cost = _cost(compressor, ops, collectives, theirs, sample, grads)
         lacking = {t.kind.partition(" ")[2] for t in cost.traffic if t.kind.startswith("allreduce")}
         lacking -= collectives.dtypes
         if lacking:
@@ -95,10 +99,14 @@ def measure(collectives: Collectives, ops: Ops, control: Control, buckets: Seque
             continue
         codec_s, = slowest(control, [cost.codec_s])
         costs.append(replace(cost, codec_s=codec_s))
-    del grads
     links = measure_links(collectives, ops, control, sorted({t.kind for c in costs for t in c.traffic}))
     seconds = time.perf_counter() - begin
     return control.bcast(Sweep(links, tuple(costs), {n: why for n, why in refused.items() if why}, seconds))
+
+
+def _random(buckets: Sequence[Bucket], ops: Ops) -> list[Array]:
+    draw = np.random.default_rng(0)
+    return [ops.cast(ops.from_host(draw.standard_normal(b.n, np.float32)), b.dtype) for b in buckets]
 
 
 def _candidate(name: str, config: Config, collectives: Collectives,

@@ -39,7 +39,7 @@ class InventoryHost:
     """A host, or ``count`` hosts with the same devices. ``devices``: (count, name). None: unknown.
 
     ``name`` may hold * and ?, as in a shell, and then stands for several hosts. ``price_per_hour``, ``power_w``: of one
-    host, in `Inventory.currency` and watts.
+    host, in `Inventory.currency` and watts. ``mtbf_hours``: mean time between failures of one host.
     """
 
     name: str
@@ -47,6 +47,7 @@ class InventoryHost:
     price_per_hour: float | None = None
     power_w: float | None = None
     count: int = 1
+    mtbf_hours: float | None = None
 
     @property
     def ranks(self) -> int:
@@ -139,7 +140,7 @@ def _same_host(name: str, node: str) -> bool:
 
 def _host(given: Any, where: str) -> InventoryHost:
     host = _mapping(given, where, "it")
-    _known(host, where, ("name", "devices", "price_per_hour", "power_w", "count"))
+    _known(host, where, ("name", "devices", "price_per_hour", "power_w", "count", "mtbf_hours"))
     name, text, count = host.get("name"), host.get("devices"), host.get("count", 1)
     if not (isinstance(name, str) and name.strip()):
         raise _refusal(where, "name", name, "the host's name; '*' for all other hosts")
@@ -149,7 +150,8 @@ def _host(given: Any, where: str) -> InventoryHost:
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_RANKS:
         raise _refusal(where, "count", count, "the number of such hosts, 1 or more")
     return InventoryHost(name.strip(), kinds, _amount(host, "price_per_hour", where, _AT_LEAST_0),
-                         _amount(host, "power_w", where, _POSITIVE), count)
+                         _amount(host, "power_w", where, _POSITIVE), count,
+                         _amount(host, "mtbf_hours", where, _POSITIVE))
 
 
 def _facts(name: str, given: Any, where: str) -> InventoryDevice:

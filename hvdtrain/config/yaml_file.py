@@ -111,7 +111,7 @@ def _yaml() -> tuple[Any, Any]:
                 raise ValueError(f"more than {MAX_VALUES} values")
             return node
 
-    class Dumper(yaml.SafeDumper):
+    class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
         """Writes shared objects out instead of as aliases."""
 
         def ignore_aliases(self, data: Any) -> bool:

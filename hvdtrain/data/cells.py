@@ -18,6 +18,8 @@ from hvdtrain.data.rows import INPUTS, TARGETS
 from hvdtrain.data.sources import Unreadable, refuse_strings
 
 PARTS = ("x", "y", "weight")
+KEYS = ("dtype", "y_dtype")
+"""Arguments that set the types of x and y."""
 PICTURES = ("png", "jpg", "jpeg", "webp", "bmp", "ppm", "pgm")
 _STARTS = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"P5", b"P6", b"P4", b"P1", b"P2", b"P3")
 """First bytes of pictures but WebP's, which are RIFF....WEBP."""
@@ -73,10 +75,11 @@ class Cells:
     The first sample sets type and shape of each column (`learn`); others must have the same.
     """
 
-    def __init__(self, size: Any, channels: int, mean: Any, std: Any, layout: str, shape: Any, dtype: str) -> None:
+    def __init__(self, size: Any, channels: int, mean: Any, std: Any, layout: str, shape: Any, dtype: str,
+                 y_dtype: str = "") -> None:
         self.scale = Normalisation.of(mean, std, channels_of(channels), layout)
         self._size, self._channels = checked_size(size), channels
-        self._shape, self._dtype = _shape(shape), _dtype(dtype)
+        self._shape, self._dtypes = _shape(shape), (_dtype("dtype", dtype), _dtype("y_dtype", y_dtype), None)
         self._kinds: list[tuple[np.dtype, tuple[int, ...], bool]] = []
 
     def learn(self, values: Sequence[Any]) -> None:
@@ -103,37 +106,38 @@ class Cells:
                 kinds = [f"{'a picture' if p else t} {list(s)}" for t, s, p in ((array.dtype, array.shape, picture),
                                                                                (dtype, shape, wanted))]
                 do = "set data.args.size, which scales and crops pictures, such as 224" if picture and wanted else (
-                    "set data.args.dtype: float32" if i == 0 and array.shape == shape else "pad, crop or cast them")
+                    f"set data.args.{KEYS[i]}: float32" if i < len(KEYS) and array.shape == shape else
+                    "pad, crop or cast them")
                 raise UserError(f"{place()}: {PARTS[i]} is {kinds[0]}, in the first sample {kinds[1]}",
                                 "one type and shape in each column", do)
             arrays.append(array)
         return arrays
 
     def _arrays(self, values: Sequence[Any]) -> list[tuple[np.ndarray, bool]]:
-        found = [self._array(value, PARTS[i], i == 0) for i, value in enumerate(values)]
+        found = [self._array(value, PARTS[i], i == 0, self._dtypes[i]) for i, value in enumerate(values)]
         if len(found) == len(PARTS):
             found[-1] = found[-1][0].astype(np.float32), False
         return found
 
-    def _array(self, value: Any, name: str, is_x: bool) -> tuple[np.ndarray, bool]:
-        """Return one value as an array, and whether it is a picture."""
+    def _array(self, value: Any, name: str, is_x: bool, dtype: np.dtype | None) -> tuple[np.ndarray, bool]:
+        """Return one value as an array, of ``dtype`` if given, and whether it is a picture."""
         if isinstance(value, dict) and "bytes" in value:  # an image of `datasets`
             value = value["bytes"]
         if value is None:
             raise Damage(f"{name} is missing")
         if isinstance(value, (bytes, bytearray, memoryview)):
             value = bytes(value)
-            if _is_picture(value) and not (is_x and self._dtype):
+            if _is_picture(value) and not dtype:
                 if not is_x:
                     raise UserError(f"column {name} holds pictures", "numbers or .npy arrays",
                                     f"store masks as .npy, or name another column in data.args.{name}")
                 return self._decoded(value), True
-            array = self._of_bytes(value, name, is_x)
+            array = _of_bytes(value, name, is_x, dtype)
         else:
             refuse_strings([value] if not isinstance(value, (list, np.ndarray)) else value, f"column {name}")
             array = _numbers(value, name)
-        if is_x and self._dtype is not None:
-            array = _cast(array, self._dtype, name)
+        if dtype is not None:
+            array = _cast(array, dtype, name)
         if is_x and self._shape:
             if array.size != np.prod(self._shape):
                 raise Damage(f"{name} has {array.size} elements, not the {list(self._shape)} of data.args.shape")
@@ -146,19 +150,21 @@ class Cells:
         except Unreadable as error:
             raise Damage(error.reason) from None
 
-    def _of_bytes(self, value: bytes, name: str, is_x: bool) -> np.ndarray:
-        if value.startswith(_NPY):
-            try:
-                return plain(np.load(io.BytesIO(value), allow_pickle=False))
-            except Exception as error:  # numpy parses the header as Python: SyntaxError, TokenError and others
-                raise Damage(f"{name} is a damaged .npy: {' '.join(str(error).split())[:200]}") from None
-        if not is_x or self._dtype is None:
-            raise UserError(f"column {name} holds {len(value)} bytes, which begin with {value[:8]!r}",
-                            "a picture, a .npy, or numbers of a known type", "set data.args.dtype, such as uint8, and "
-                            "data.args.shape" if is_x else "name another column in data.args.y")
-        if len(value) % self._dtype.itemsize:
-            raise Damage(f"{name} has {len(value)} bytes, no multiple of the {self._dtype.itemsize} of {self._dtype}")
-        return np.frombuffer(value, self._dtype.newbyteorder("<")).astype(self._dtype)
+
+def _of_bytes(value: bytes, name: str, is_x: bool, dtype: np.dtype | None) -> np.ndarray:
+    if value.startswith(_NPY):
+        try:
+            return plain(np.load(io.BytesIO(value), allow_pickle=False))
+        except Exception as error:  # numpy parses the header as Python: SyntaxError, TokenError and others
+            raise Damage(f"{name} is a damaged .npy: {' '.join(str(error).split())[:200]}") from None
+    if dtype is None:
+        raise UserError(f"column {name} holds {len(value)} bytes, which begin with {value[:8]!r}",
+                        "a picture, a .npy, or numbers of a known type", "set data.args.dtype, such as uint8, and "
+                        "data.args.shape" if is_x else "set data.args.y_dtype, such as uint8, or name another column "
+                        "in data.args.y")
+    if len(value) % dtype.itemsize:
+        raise Damage(f"{name} has {len(value)} bytes, no multiple of the {dtype.itemsize} of {dtype}")
+    return np.frombuffer(value, dtype.newbyteorder("<")).astype(dtype)
 
 
 def _is_picture(value: bytes) -> bool:
@@ -181,7 +187,8 @@ def _cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     with np.errstate(invalid="ignore"):  # NaN, which no whole number equals
         cast = array.astype(dtype)
     if dtype.kind in "iu" and not np.array_equal(cast, array):
-        raise Damage(f"{name} holds {array[cast != array].flat[0]}, which is no {dtype} of data.args.dtype")
+        key = KEYS[PARTS.index(name)]
+        raise Damage(f"{name} holds {array[cast != array].flat[0]}, which is no {dtype} of data.args.{key}")
     return cast
 
 
@@ -200,7 +207,7 @@ def _shape(shape: Any) -> tuple[int, ...]:
     return tuple(sides)
 
 
-def _dtype(dtype: Any) -> np.dtype | None:
+def _dtype(key: str, dtype: Any) -> np.dtype | None:
     if not dtype:
         return None
     try:
@@ -208,6 +215,6 @@ def _dtype(dtype: Any) -> np.dtype | None:
     except TypeError:
         made = np.dtype(object)
     if made.kind not in "biuf":
-        raise UserError(f"data.args.dtype is {dtype!r}", "a type of numbers, such as float32 or uint8",
-                        "correct data.args.dtype")
+        raise UserError(f"data.args.{key} is {dtype!r}", "a type of numbers, such as float32 or uint8",
+                        f"correct data.args.{key}")
     return made

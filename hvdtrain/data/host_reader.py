@@ -25,7 +25,9 @@ _WORDS = 8
 """Numbers at the start of a message: number of the walk, kind, n, checksum, low, high, bytes of the rest's description;
 one is free."""
 MOST_AHEAD = 48
-"""Batches that a reader may be ahead of the others of its host, which have to have room for its messages."""
+"""Batches that a reader may fetch before it needs them: the others of its host have to have room for its messages."""
+_MORE = 8
+"""Messages beyond these that may be under way: of an evaluation, in which ranks wait for each other at its end only."""
 
 
 SIGNS = 8
@@ -47,16 +49,20 @@ class HostReader:
 
     A walk through the stream has a number, the same on all ranks, which each message carries: what an abandoned walk
     has left in the memory is dropped. ``wanted_since``: when this rank began to wait for its next batch; None while it
-    computes, evaluates or saves, so that the wait of a fetching thread has no bound then.
+    computes, evaluates or saves, so that the wait of a fetching thread has no bound then. ``ahead``: batches that each
+    rank fetches before it needs them.
     """
 
-    def __init__(self, carrier: SharedCarrier, rank: int, places: Mapping[int, int], timeout_s: float) -> None:
+    def __init__(self, carrier: SharedCarrier, rank: int, places: Mapping[int, int], timeout_s: float,
+                 ahead: int = MOST_AHEAD) -> None:
         self.reader = min(carrier.ranks)
         self.reads = rank == self.reader
         self.ranks = sorted(carrier.ranks)
         self.wanted_since: float | None = None
-        self._carrier, self._rank, self._timeout_s = carrier, rank, timeout_s
+        self._carrier, self._rank, self._timeout_s, self._room = carrier, rank, timeout_s, ahead + _MORE
         self._said = self._heard = time.monotonic()
+        if not self.reads:
+            carrier.timeout_s = timeout_s / SIGNS  # so that `rows` looks often at how long it has waited
         self._others = [(other, places[other]) for other in self.ranks if other != rank] if self.reads else []
 
     @contextlib.contextmanager
@@ -135,7 +141,7 @@ class HostReader:
     def _put(self, rank: int, words: tuple[int, ...], parts: list[np.ndarray]) -> None:
         head = np.zeros(_WORDS, np.int64)
         head[:len(words)] = words
-        self._carrier.put([head.view(np.uint8), *parts], rank, _TAG)
+        self._carrier.put([head.view(np.uint8), *parts], rank, _TAG, self._room)
 
     def _next(self) -> np.ndarray:
         message = self._carrier.take(self.reader, _TAG)

@@ -1,4 +1,5 @@
-"""Read a user's own objects by number: anything with ``__len__`` and ``__getitem__``, whose items are samples.
+"""Read a user's own objects by number: anything with ``__len__`` and ``__getitem__``, whose items are samples or, of
+Keras' ``PyDataset``, batches.
 
 Owns which objects these are and how single samples become arrays. Names of columns are `hvdtrain.data.rows`'; the
 backends' ``data.py`` convert tensors.
@@ -6,7 +7,7 @@ backends' ``data.py`` convert tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -19,32 +20,78 @@ from hvdtrain.data.stream import Arrays
 
 _FRAMEWORKS = ("keras", "tf_keras", "tensorflow", "torch")
 _OF_BATCHES, _IN_ORDER = {"PyDataset", "Sequence"}, {"IterableDataset"}
-"""Classes of frameworks that are indexed but hold no samples by number."""
+"""Classes of frameworks that are indexed but hold no samples by number: batches, or nothing by number."""
 
 _FEWEST = 4
 """Fewest samples of a list: two or three elements are (train, test), (x, y) or (x, y, sample_weight)."""
 
 
 def indexed(obj: Any) -> bool:
-    """Return whether ``obj`` gives samples by number. Errors: `UserError` for objects that give batches or columns."""
+    """Return whether ``obj`` gives samples by number. Errors: `UserError` for objects that give columns."""
     kind = type(obj)
     if isinstance(obj, list):
         return len(obj) >= _FEWEST and _is_row(obj[0])
     if isinstance(obj, (str, bytes, bytearray, memoryview, tuple, Mapping, type)) or is_array(obj) or not (
             hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
         return False
-    own = {base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] in _FRAMEWORKS}
-    if own & _IN_ORDER:
+    if _own(kind) & (_IN_ORDER | _OF_BATCHES):
         return False
-    if own & _OF_BATCHES:
-        raise UserError(f"the data is a {kind.__qualname__}, a dataset of Keras whose items are batches",
-                        "a Keras model on TensorFlow for such data, or samples by number",
-                        "give an object whose item i is one sample, such as (x, y)")
     if hasattr(obj, "keys") or hasattr(obj, "columns"):
         raise UserError(f"the data is a {kind.__module__}.{kind.__qualname__}, which is indexed by column",
                         "samples by number, or a dict of arrays",
                         "convert it, such as {name: numpy.asarray(table[name]) for name in names}")
     return True
+
+
+def of_batches(obj: Any) -> bool:
+    """Return whether ``obj`` is a dataset of Keras, whose items are batches."""
+    return bool(_own(type(obj)) & _OF_BATCHES)
+
+
+def _own(kind: type) -> set[str]:
+    return {base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] in _FRAMEWORKS}
+
+
+class PyDatasetStream:
+    """A `keras.utils.PyDataset`: its items 0 .. num_batches-1 are one epoch, read by one thread in this process.
+
+    `on_epoch_begin` is called before an epoch and `on_epoch_end` once between two epochs, as Keras does; a resumed run
+    calls `on_epoch_end` once for every epoch that is behind it. ``workers`` and ``use_multiprocessing`` are not used.
+    """
+
+    def __init__(self, dataset: Any, rows: ColumnNames, to_array: Callable[[Any], np.ndarray]) -> None:
+        self.dataset, self.rows, self._to_array = dataset, rows.for_source(), to_array
+        self.epochs_behind = self._begin = self._next = 0
+        if self._batches() is None:
+            raise UserError("the PyDataset has no end: num_batches is None", "a finite number of batches",
+                            "return the batches of one epoch from __len__")
+
+    @property
+    def layout(self) -> Any:
+        """Structure of nested inputs of a Keras model."""
+        return self.rows.layout
+
+    def chunks(self, epoch: int) -> Iterator[Arrays]:
+        """Yield the items of ``epoch``; an epoch that is behind already is read as the dataset stands now."""
+        while self.epochs_behind < epoch:
+            self.dataset.on_epoch_end()
+            self.epochs_behind += 1
+        getattr(self.dataset, "on_epoch_begin", int)()
+        self._next, self._begin = self._begin, 0
+        while self._next < self._batches():
+            self._next += 1
+            yield self.rows.arrays(self.dataset[self._next - 1], self._to_array)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the place after the latest chunk."""
+        return {"batch": self._next}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Have the next epoch that is opened begin at ``state``."""
+        self._begin = state["batch"]
+
+    def _batches(self) -> Any:
+        return self.dataset.num_batches if hasattr(self.dataset, "num_batches") else len(self.dataset)
 
 
 class ObjectSource:
@@ -69,7 +116,7 @@ class ObjectSource:
 
     def fetch(self, indices_n: np.ndarray) -> Arrays:
         rows = [tidy(self.samples[i]) for i in indices_n.tolist()]
-        arrays = self.rows.arrays(_stacked(rows), self._to_array)
+        arrays = self.rows.arrays(stacked(rows), self._to_array)
         refuse_other_types(self._types, arrays)
         return arrays
 
@@ -133,7 +180,7 @@ def _array_of(part: Any) -> np.ndarray:
     return array.astype(np.float32) if array.dtype == np.float64 and not isinstance(leaf, np.float64) else array
 
 
-def _stacked(samples: list[Any]) -> Any:
+def stacked(samples: list[Any]) -> Any:
     """Return samples of one structure with their arrays stacked; `UserError` where they differ."""
     first = samples[0]
     if isinstance(first, (Mapping, tuple, list)):
@@ -142,7 +189,7 @@ def _stacked(samples: list[Any]) -> Any:
             other = next(each for each in keys if each != keys[0])
             raise UserError(f"one sample has the columns {keys[0]}, another {other}",
                             "the same columns in all samples", "correct __getitem__")
-        columns = [_stacked([sample[key] for sample in samples]) for key in keys[0]]
+        columns = [stacked([sample[key] for sample in samples]) for key in keys[0]]
         if isinstance(first, Mapping):
             return dict(zip(keys[0], columns))
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)

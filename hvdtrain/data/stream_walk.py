@@ -87,7 +87,7 @@ class StreamWalk:
             return f"data.readers: each rank reads the whole stream: {because}" if hosts else ""
         if carrier is not None:
             places = {rank: rows[rank][0] for rank in own}
-            self._host = HostReader(carrier, self._everyone.rank, places, self._everyone.timeout_s)
+            self._host = HostReader(carrier, self._everyone.rank, places, self._everyone.timeout_s, self._ahead)
         self._checks = len(hosts[0]) < self._everyone.size
         self._try_out()
         who = ", ".join(f"rank {ranks[0]} for rank{'s' * (len(ranks) > 2)} {spans(ranks[1:])}" for ranks in hosts[:8])
@@ -172,26 +172,27 @@ class StreamWalk:
 
     def totalled(self, batches: Iterator[LocalBatch], cursor: Cursor,
                  weight_fn: WeightFn | None) -> Iterator[LocalBatch]:
-        """Yield batches until all streams have ended; `UserError` for an epoch without samples. Collective."""
+        """Yield batches until all streams have ended; `UserError` for an epoch without samples. Collective, unless one
+        rank reads for all others: then each knows the totals, and waits for nobody but the reader.
+        """
+        known = self._host is not None and not self._checks and weight_fn is None
         first, self.unlike = True, ""
         while True:
             batch, error = self._next(batches, weight_fn)
-            mine = np.array([batch.n_local, batch.own_weight, batch.n, batch.n ** 2, batch.check, batch.check ** 2,
-                             error is not None], np.float64)
-            sums, size = self._control.sum(mine), self._everyone.size
-            read = sums[2:] if self._everyone is self._control else self._everyone.sum(mine[2:])
-            n_global, (seen, seen2, checks, checks2, failed) = int(sums[0]), map(int, read)
+            if known:
+                n_global, weight, alike, same, failed = batch.n, float(batch.n), True, True, error is not None
+            else:
+                n_global, weight, alike, same, failed = _summed(self._control, self._everyone, batch, error)
             if failed:
                 agreed(self._everyone, partial(_raise, error), "data")
             if n_global == 0:
                 if first and cursor.samples == 0:
                     raise _no_samples(cursor.epoch)
                 return
-            alike = size * seen2 == seen ** 2  # no variance over ranks
             if not alike:
                 self._refute(_UNEVEN)
                 batch = replace(batch, numbers=None)
-            elif size * checks2 != checks ** 2:
+            elif not same:
                 self._refute(_DIFFERENT)
             first, counts_P = False, None
             if self._even:
@@ -201,7 +202,7 @@ class StreamWalk:
             consumed = n_global if alike else self._global_batch
             self.positions.forget(cursor.samples - KEPT_BATCHES * self._global_batch)
             cursor = cursor.advance(consumed)
-            yield replace(batch, n_global=n_global, weight=float(sums[1]), consumed=consumed, counts_P=counts_P)
+            yield replace(batch, n_global=n_global, weight=weight, consumed=consumed, counts_P=counts_P)
 
     def _next(self, batches: Iterator[LocalBatch], weight_fn: WeightFn | None) -> tuple[LocalBatch, UserError | None]:
         """Return the next batch, without samples at the end of the stream and with an error of this rank."""
@@ -320,6 +321,20 @@ def _seek(walk: StreamWalk, cursor: Cursor) -> str:
         chunks.close()
         return f"the stream's state cannot be used ({type(error).__name__}: {error})"
     return ""
+
+
+def _summed(control: Control, everyone: Control, batch: LocalBatch,
+            error: UserError | None) -> tuple[int, float, bool, bool, bool]:
+    """Return samples and weight of a step over the ranks of ``control``, and whether the batches that ``everyone`` has
+    read have one length and one checksum, and any rank an error.
+    """
+    mine = np.array([batch.n_local, batch.own_weight, batch.n, batch.n ** 2, batch.check, batch.check ** 2,
+                     error is not None], np.float64)
+    sums, size = control.sum(mine), everyone.size
+    read = sums[2:] if everyone is control else everyone.sum(mine[2:])
+    seen, seen2, checks, checks2, failed = map(int, read)
+    # No variance over ranks.
+    return int(sums[0]), float(sums[1]), size * seen2 == seen ** 2, size * checks2 == checks ** 2, failed > 0
 
 
 def _no_samples(epoch: int) -> UserError:

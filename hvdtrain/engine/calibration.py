@@ -13,10 +13,10 @@ import math
 import re
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -34,12 +34,14 @@ from hvdtrain.engine.machine import SAMPLES
 from hvdtrain.engine.memory_survey import MemoryProbeContext
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.step_history import StepRow
+from hvdtrain.parallel.data_parallel.replicate import Replicate
 from hvdtrain.planning.hardware.rates import Calibration
 from hvdtrain.planning.hardware.workload import Workload
 from hvdtrain.planning.linear import LinearTime, Link
 from hvdtrain.planning.memory.forecast import MemoryFacts, Sharding
 from hvdtrain.planning.simulator import Exchange, Rank, host_links, step
 from hvdtrain.planning.simulator import Scene as Played
+from hvdtrain.planning.simulator.scene import BACKWARD
 
 VERSION = 2
 """Of the file's format; others are not read."""
@@ -117,6 +119,7 @@ def calibrated(run: Run, scene: MemoryProbeContext, device: str) -> Calibration:
         found = _exchanging(run, found, hosts)
     blocks_s, write_s = agreed(control, lambda: _saving(run), "checkpoint")
     found = replace(found, save_s=_numbers(slowest(control, [blocks_s, write_s])))
+    found = replace(found, late=slowest(control, [trained_steps.late])[0])
     short_s = trained_steps.step_s - _predicted(run, found, trained_steps)
     worst, fixed_s = slowest(control, [max(trained_steps.spread, LEAST_ERROR, -short_s / trained_steps.step_s),
                                        max(0.0, short_s)])
@@ -126,7 +129,10 @@ def calibrated(run: Run, scene: MemoryProbeContext, device: str) -> Calibration:
 
 @dataclass(frozen=True)
 class TrainedSteps:
-    """Seconds of a mean step, and of this rank's ``compute``, ``update``; ``spread``: relative, of a mean step."""
+    """Seconds of a mean step, and of this rank's ``compute``, ``update``; ``spread``: relative, of a mean step.
+
+    ``late``: as in `hvdtrain.planning.simulator.Exchange`.
+    """
 
     step_s: float
     compute_s: float
@@ -134,6 +140,7 @@ class TrainedSteps:
     spread: float
     samples: int
     micros: int
+    late: float = 0.0
 
 
 def trained(run: Run) -> TrainedSteps:
@@ -142,14 +149,17 @@ def trained(run: Run) -> TrainedSteps:
     run.callbacks.clear()  # they count on a fit's begin and end, and this is none
     run.join()
     rows: list[tuple[float, ...]] = []
+    lates: list[float] = []
     limit_s, begin = STEPS_PART * run.config.rebalance.probe_s, time.perf_counter()
-    with contextlib.closing(_batches(run)) as batches:
+    with contextlib.closing(_batches(run)) as batches, _handed_over(run) as put_s:
         for batch in batches:
+            put_s.clear()
             before, at = dict(seconds), time.perf_counter()
             loop.train_step(run, batch)
             rows.append((time.perf_counter() - at, seconds["compute"] - before["compute"],
                          seconds["update"] - before["update"], batch.n_global,
                          sum(len(micro[0]) for micro in batch.micros), len(batch.micros)))
+            lates.append(_late(run.dp.buckets, {i: s - at for i, s in put_s.items()}, rows[-1][1], rows[-1][5]))
             enough = len(rows) >= LEAST_STEPS and time.perf_counter() - begin > limit_s
             if run.control.agree(enough or len(rows) >= MOST_STEPS + WARM):
                 break
@@ -159,7 +169,39 @@ def trained(run: Run) -> TrainedSteps:
     means = [float(window[:, 0].mean()) for window in np.array_split(usual, WINDOWS) if len(window)]
     step_s, compute_s, update_s = (float(mean) for mean in usual[:, :3].mean(axis=0))
     return TrainedSteps(step_s, compute_s, update_s, (max(means) - min(means)) / 2 / step_s, int(usual[-1, 4]),
-                        max(1, int(usual[-1, 5])))
+                        max(1, int(usual[-1, 5])), float(np.median(lates[min(WARM, len(lates) - 1):])))
+
+
+@contextlib.contextmanager
+def _handed_over(run: Run) -> Iterator[dict[int, float]]:
+    """Note when each bucket of a step is handed to the transport; of one inside a graph nothing is noted."""
+    put_s: dict[int, float] = {}
+    put = run.dp.put
+
+    def noted(index: int, x: Any) -> None:
+        put_s[index] = time.perf_counter()
+        put(index, x)
+
+    run.dp.put = noted  # type: ignore[method-assign]
+    try:
+        yield put_s
+    finally:
+        run.dp.put = put  # type: ignore[method-assign]
+
+
+def _late(buckets: Sequence[Bucket], put_s: dict[int, float], compute_s: float, micros: float) -> float:
+    """Return the fraction of the last micro-batch's backward before buckets are handed over in proportion to bytes.
+
+    ``put_s``: by bucket, from the begin of the step. A bucket leaves after those before it.
+    """
+    total, arrived, sent_s, found = sum(bucket.nbytes for bucket in buckets), 0, 0.0, []
+    for bucket in buckets[:-1]:
+        arrived += bucket.nbytes
+        if bucket.index in put_s and compute_s > 0:
+            sent_s = max(sent_s, put_s[bucket.index])
+            portion = 1 - (compute_s - sent_s) * max(1.0, micros) / (BACKWARD * compute_s)
+            found.append((portion - arrived / total) / (1 - arrived / total))
+    return min(1.0, max(0.0, float(np.median(found)))) if found else 0.0
 
 
 def _batches(run: Run) -> Generator[StepBatch, None, None]:
@@ -201,7 +243,8 @@ def _exchanging(run: Run, found: Calibration, hosts: int) -> Calibration:
     measured, = transport_sweep.measure({wire.name: wire}, ops, control, nbytes, SWEEP_S)
     codecs: dict[str, tuple[float, float]] = {}
     if run.config.compression == "none" and not run.dp.divides_state:
-        costs = sweep.measure(wire, ops, control, run.dp.buckets, run.config).costs
+        costs = sweep.measure(wire, ops, control, run.dp.buckets, run.config,
+                              cast(Replicate, run.dp).buckets_with).costs
         whole = next((cost.wire_bytes for cost in costs if cost.name == "none"), 0)
         codecs = {cost.name: (cost.codec_s, cost.wire_bytes / whole) for cost in costs if cost.name != "none" and whole}
     hosts_P = [number for number, host in enumerate(run.topology.hosts) for _ in host.ranks]
@@ -216,7 +259,7 @@ def _predicted(run: Run, found: Calibration, steps: TrainedSteps) -> float:
                   for r, (line, samples, micros, update_s) in enumerate(rows))
     none = Link(0.0, 0.0)
     exchange = Exchange(found.transport if run.control.size > 1 else "null", tuple(b.nbytes for b in run.dp.buckets),
-                        found.within or none, found.between or none, found.overlaps)
+                        found.within or none, found.between or none, found.overlaps, late=found.late)
     return step(Played(ranks, exchange)).mid_s
 
 
@@ -274,7 +317,7 @@ def _row(found: Calibration, workload: str) -> dict[str, Any]:
             "fixed_s": found.fixed_s, "error": found.error, "transport": found.transport, "overlaps": found.overlaps,
             "within": link(found.within), "between": link(found.between),
             "codecs": {name: list(codec) for name, codec in found.codecs.items()}, "save_s": list(found.save_s),
-            "history": found.history, "when": found.when}
+            "late": found.late, "history": found.history, "when": found.when}
 
 
 def _read(device: str, row: dict[str, Any]) -> Calibration:
@@ -283,15 +326,16 @@ def _read(device: str, row: dict[str, Any]) -> Calibration:
         return None if pair is None else Link(*_numbers(pair))
 
     a_s, c_s = _numbers(row["line"])
-    (update_s, fixed_s), (error, _) = _numbers([row["update_s"], row["fixed_s"]]), _numbers([row["error"], 0.0])
+    update_s, fixed_s = _numbers([row["update_s"], row["fixed_s"]])
+    error, late = _numbers([row["error"], row.get("late", 0.0)])
     sizes = tuple(int(size) for size in row["sizes"])
-    if c_s <= 0 or not sizes or min(sizes) < 1 or error > 1:
+    if c_s <= 0 or not sizes or min(sizes) < 1 or max(error, late) > 1:
         raise ValueError(row)
     codecs = {str(name): (codec_s, ratio) for name, pair in row["codecs"].items() for codec_s, ratio in
               [_numbers(pair)]}
     return Calibration(device, str(row["precision"]), int(row["local"]), int(row["hosts"]), LinearTime(a_s, c_s),
                        sizes, update_s, error, str(row["transport"]), bool(row["overlaps"]), link(row["within"]),
-                       link(row["between"]), codecs, _numbers(row["save_s"]), fixed_s, str(row["history"]),
+                       link(row["between"]), codecs, _numbers(row["save_s"]), fixed_s, late, str(row["history"]),
                        str(row["when"]))
 
 

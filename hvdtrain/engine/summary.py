@@ -120,7 +120,8 @@ def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what was checked of the samples, as text; nothing where no step was made."""
     epochs = found.get("epochs", 0)
     rows = found.get("compared", 0)  # none where all rows were compared, or there is one rank
-    said = [f"each {'index ' if rows else ''}exactly once in {count(epochs, 'epoch')}"
+    unit = found.get("unit") or "index" * bool(rows)
+    said = [f"each {unit}{' ' * bool(unit)}exactly once in {count(epochs, 'epoch')}"
             + (f", {count(rows, 'row')} compared across ranks" if rows else "")] if epochs else []
     said += [f"the first {found['partial']} of the last epoch once each"
              + (f", {count(rows, 'row')} compared across ranks" if rows and not epochs else "")

@@ -11,6 +11,7 @@ Then, for a compressor c, whose requests take first_c seconds, and later_c for t
 
     step_c = rest + codec_c + shown * first_c + later_c
 
+as the simulator plays a step over a link of which ``shown`` counts.
 If the transport works during backward, shown is at most 1: waiting beyond the transport (a thread without a core) would
 stay, and later_c, issued after backward, is not hidden. If it works only while it is waited for, shown tells how much
 slower it is in use than in the sweep, and may exceed 1; there, and inside a graph, which issues requests as early as it
@@ -24,7 +25,9 @@ from dataclasses import dataclass
 
 from hvdtrain.core.terminal import as_text
 from hvdtrain.core.units import MIB, format_ms
-from hvdtrain.planning.linear import Link, Traffic, wire_seconds
+from hvdtrain.planning.linear import LinearTime, Link, Traffic, wire_seconds
+from hvdtrain.planning.simulator import Exchange, Rank, Scene, step
+from hvdtrain.planning.simulator.scene import RING
 
 HEADERS = ("", "choice", "numerics", "MiB sent", "codec ms", "transport ms", "step ms", "over")
 
@@ -103,7 +106,10 @@ def predict(costs: Sequence[CompressorCost], links: Mapping[str, Link], base: Ba
     rows = []
     for cost in costs:
         first_s, later_s = wires[cost.name]
-        step_s = rest_s + cost.codec_s + shown * first_s + (1.0 if overlaps and not in_graph else shown) * later_s
+        exchange = Exchange(RING, (1,), Link(0.0, shown * (wire_0 or 1.0)), codec_s=cost.codec_s,
+                            ratio=first_s / (wire_0 or 1.0), later_s=later_s * (
+                                1.0 if overlaps and not in_graph else shown))
+        step_s = step(Scene((Rank(0, LinearTime(rest_s, 0.0), 0),) * 2, exchange)).mid_s
         rows.append(CompressorPrediction(cost.name, cost.wire_bytes, cost.codec_s, first_s + later_s, step_s, wire,
                                          cost.numerics))
     return rows

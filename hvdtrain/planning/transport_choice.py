@@ -4,8 +4,7 @@ For a step's gradients of N bytes::
 
     wire_s = alpha + beta N             of sums of at most 8 MiB in pieces of 2 MiB, beyond those at their rate
     busy_s = busy_cores wire_s          processor seconds of a rank in them
-    short  = 1 where computing leaves a rank no core of its own for the transport, 0 where it leaves a whole one
-    cost_s = wire_s + short * busy_s
+    cost_s = wire_s + delayed_s         the simulator's delay of computing, if all of wire_s is hidden
 
 cost_s is the most that a step pays for its transport: a step waits for what of wire_s backward does not hide, and with
 few cores computes later by what the transport has taken of them.
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from hvdtrain.core.terminal import as_text
 from hvdtrain.core.units import format_bytes, format_ms
 from hvdtrain.planning.linear import Link
+from hvdtrain.planning.simulator import delayed_s
 
 HEADERS = ("", "transport", "MB/s", "transport ms", "cpu ms", "cost ms", "idle cpu")
 
@@ -130,21 +130,14 @@ class WireChoice:
     runner_up: str | None = None
 
 
-def short_of_cores(hosts: Sequence[tuple[int, float]], threads: float) -> float:
-    """Return the fraction of a core that a transport's thread lacks where cores are shortest.
-
-    ``hosts``: (ranks, cores) of each; ``threads``: compute threads of a rank.
-    """
-    return max(min(1.0, max(0.0, 1.0 - (cores / ranks - threads))) for ranks, cores in hosts)
-
-
 def estimate(found: Sequence[MeasuredTransport], nbytes: float, short: float) -> list[TransportCost]:
     """Return the estimate of each transport, in the order given."""
     rows = []
     for m in found:
-        wire_s, busy_s = m.link.seconds(nbytes), m.busy_cores * m.link.seconds(nbytes)
+        wire_s = m.link.seconds(nbytes)
         rate = 1 / m.link.beta_s_per_byte if m.link.beta_s_per_byte > 0 else 0.0
-        rows.append(TransportCost(m.name, wire_s, busy_s, wire_s + short * busy_s, m.idle_cores, rate))
+        rows.append(TransportCost(m.name, wire_s, m.busy_cores * wire_s, wire_s + delayed_s(
+            wire_s, m.busy_cores, short), m.idle_cores, rate))
     return rows
 
 

@@ -10,17 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from hvdtrain.backends.torch.data import DatasetSource, adapt
 from hvdtrain.core.errors import UserError
@@ -94,15 +84,21 @@ def readable(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> tup
 def shuffles(loader: DataLoader) -> bool:
     """Return whether a `DataLoader` shuffles. Errors: `UserError` for an order that `shard` does not know."""
     sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    if type(loader.batch_sampler) in (BatchSampler, type(None)):
-        if type(sampler) is DistributedSampler:
+    if loader.batch_sampler is None or _name(loader.batch_sampler) == "BatchSampler":
+        if _name(sampler) in ("DistributedSampler", "StatefulDistributedSampler"):
             return bool(sampler.shuffle)
-        if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+        if _name(sampler) == "RandomSampler" and not sampler.replacement and sampler._num_samples is None:
             return True
-        if type(sampler) is SequentialSampler:
+        if _name(sampler) == "SequentialSampler":
             return False
         got = type(sampler).__qualname__
     else:
         got = type(loader.batch_sampler).__qualname__
     raise UserError(f"hvd.shard of a DataLoader with a {got}", "one that shuffles, or does not",
                     "give shuffle=True or False, or the dataset in the sampler's order")
+
+
+def _name(sampler: Any) -> str:
+    """Return the class name of a sampler of PyTorch or torchdata, "" of a user's own."""
+    kind = type(sampler)
+    return kind.__name__ if kind.__module__.partition(".")[0] in ("torch", "torchdata") else ""

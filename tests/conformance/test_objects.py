@@ -8,9 +8,9 @@ import pytest
 from small_runs import FRAMEWORKS, apart, bits, config, fitted, lockstep, make_model, samples, solo, weights
 
 from hvdtrain import backends
-from hvdtrain.config import DataConfig
+from hvdtrain.config import CheckpointConfig, DataConfig
 from hvdtrain.core.errors import UserError
-from hvdtrain.data import prepare
+from hvdtrain.data import prepare, stream_state
 from hvdtrain.data.sources import interpret
 from hvdtrain.data.workers.worker import fetch
 
@@ -96,18 +96,41 @@ def test_random_numbers_of_an_object_depend_on_the_sample(framework):
 
 
 class Batches:
-    """A stand-in for a dataset whose items are batches."""
+    """A placeholder for a dataset of Keras, whose items are batches; the end of an epoch reverses them."""
 
     __module__ = "keras.src.trainers"
+
+    def __init__(self):
+        self.read, self.step = 0, 1
+
+    def on_epoch_end(self):
+        self.step = -self.step
 
     def __len__(self):
         return 5
 
     def __getitem__(self, i):
-        return X[8 * i:8 * i + 8], Y[8 * i:8 * i + 8]
+        self.read += 1
+        return X[8 * i:8 * i + 8][::self.step], Y[8 * i:8 * i + 8][::self.step]
 
 
 Batches.__name__ = Batches.__qualname__ = "PyDataset"
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_pydataset_is_a_stream_of_its_batches_on_which_a_resume_reads_on(framework, tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_state, "LEAST_INTERVAL", 0)
+    settings = replace(SHORT, epochs=2, out=str(tmp_path / "run"), checkpoint=CheckpointConfig(at_end=True))
+    whole = fitted(solo(replace(SHORT, epochs=2), make_model(framework), Batches()))
+    assert whole.ledger["samples"] == 80
+    order = np.concatenate([np.arange(8 * i, 8 * i + 8)[::-1] for i in range(5)])
+    fitted(solo(replace(settings, max_steps=7), make_model(framework), Batches()))  # 36 samples of the second epoch
+    data = Batches()
+    run = solo(replace(settings, resume="auto"), make_model(framework), data)
+    before = data.read
+    assert bits(fitted(run)) == bits(whole) and data.read - before <= 2
+    assert [len(x) for x, _ in read(framework, Batches()).chunks(0)] == [8] * 5
+    assert (np.concatenate([x for x, _ in read(framework, Batches()).chunks(1)]) == X[order]).all()
 
 
 class Table(Rows):
@@ -127,7 +150,7 @@ class Items(Rows):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("data, words", [
-    (Batches(), "whose items are batches"), (Table("dict"), "indexed by column"), ("a string", "gave a str"),
+    (Table("dict"), "indexed by column"), ("a string", "gave a str"),
     (Items(lambda i: [0.5, 1, 2.0]), "a list of 3 numbers.*a tuple of columns"),
     (Items(lambda i: ([1.0] * (i + 1), 0)), "cannot be collated|types and shapes"),
     (Items(lambda i: (X[i], None)), "one holds None"), (Items(lambda i: (X[i], "cat")), "strings"),

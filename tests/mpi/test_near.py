@@ -58,7 +58,8 @@ def exchanged(grads, own, inside, **options):
     return found, next(iter(exchange._plans.values()))[0]._shared
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["in a graph", "outside"])
+@pytest.mark.parametrize("inside", [pytest.param(True, marks=pytest.mark.world_size(3), id="in a graph"),
+                                    pytest.param(False, marks=pytest.mark.world_size(2), id="outside")])
 @pytest.mark.parametrize("options", [{}, {"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}, {"groups": 2}], ids=str)
 def test_as_over_horovod(control, without, options, inside):
     own, grads = variables(), gradients(control.rank)

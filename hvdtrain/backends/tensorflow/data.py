@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data import hugging_face
+from hvdtrain.data import grain_data, hugging_face
 from hvdtrain.data.collate import Collated
 from hvdtrain.data.layout import Columns, nested
-from hvdtrain.data.objects import ObjectSource, indexed
+from hvdtrain.data.objects import ObjectSource, PyDatasetStream, indexed, of_batches
 from hvdtrain.data.rows import ColumnNames, columns
 from hvdtrain.data.sources import ArraySource, Source, refuse_strings
 from hvdtrain.data.stream import Arrays, Stream
@@ -36,20 +35,23 @@ def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames(nests=True)) 
     """Return ``obj`` as a `Source` or `Stream`; None if it is nothing of TensorFlow's or Keras'.
 
     A tensor or a tuple or list of tensors: an `ArraySource`.
-    A `keras.utils.PyDataset`: a `Stream` whose chunks are its items; see `PyDatasetStream`.
+    A `keras.utils.PyDataset`: a `Stream` whose chunks are its items; see `hvdtrain.data.objects.PyDatasetStream`.
     A `tf.data.Dataset`: a `Stream`; see `DatasetStream`. Both carry their own order.
     A ``datasets.Dataset``: see `hvdtrain.data.hugging_face`; ``seed`` is that of its collator's masks.
+    Data of grain: see `hvdtrain.data.grain_data`.
     Any other object that `indexed` takes: an `ObjectSource`, or a `Collated` with a collator in ``rows``.
     An element is a tensor, a tuple, or a dict, whose columns ``rows`` takes by name; so is a dict of whole columns.
     Where x, y or sample_weight is itself a dict or tuple of arrays, its leaves are laid flat and ``layout`` tells how.
     Errors: `UserError` for a dataset without an end, and for one that ranks would read in different orders.
     """
-    if isinstance(obj, keras.utils.PyDataset):
-        return PyDatasetStream(obj, rows)
+    if of_batches(obj):
+        return PyDatasetStream(obj, rows, _array)
     if isinstance(obj, tf.data.Dataset):
         return DatasetStream(obj, rows)
     if (theirs := hugging_face.adapted(obj, seed, rows, _array)) is not None:
         return theirs
+    if (grains := grain_data.adapted(obj, rows, _array)) is not None:
+        return grains
     if (named := columns(obj, rows.for_source(), _array)) is not None:
         return named
     parts = obj if isinstance(obj, (tuple, list)) else (obj,)
@@ -75,30 +77,6 @@ class _Elements:
 
     def arrays(self, element: Any) -> Arrays:
         return self.rows.arrays(element, _array)
-
-
-class PyDatasetStream(_Elements):
-    """A `keras.utils.PyDataset`: its items 0 .. num_batches-1 are one epoch, read by one thread in this process.
-
-    `on_epoch_begin` is called before an epoch and `on_epoch_end` once between two epochs, as Keras does; a resumed run
-    calls `on_epoch_end` once for every epoch that is behind it. ``workers`` and ``use_multiprocessing`` are not used.
-    """
-
-    def __init__(self, dataset: Any, rows: ColumnNames = ColumnNames(nests=True)) -> None:
-        if dataset.num_batches is None:
-            raise UserError("the PyDataset has no end: num_batches is None", "a finite number of batches",
-                            "return the batches of one epoch from __len__")
-        self.dataset, self.rows = dataset, rows.for_source()
-        self.epochs_behind = 0
-
-    def chunks(self, epoch: int) -> Iterator[Arrays]:
-        """Yield the items of ``epoch``; an epoch that is behind already is read as the dataset stands now."""
-        while self.epochs_behind < epoch:
-            self.dataset.on_epoch_end()
-            self.epochs_behind += 1
-        self.dataset.on_epoch_begin()
-        for index in range(self.dataset.num_batches):
-            yield self.arrays(self.dataset[index])
 
 
 class DatasetStream(_Elements):

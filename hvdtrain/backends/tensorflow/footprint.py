@@ -20,6 +20,7 @@ import tensorflow as tf
 from hvdtrain.backends.tensorflow.optim import alike
 from hvdtrain.backends.tensorflow.optimizer import Optimizer
 from hvdtrain.backends.tensorflow.state import nbytes
+from hvdtrain.backends.tensorflow.transforms.sync_batchnorm import norms
 from hvdtrain.core.protocols.types import itemsize
 from hvdtrain.core.timeline.spans import KERNEL, Marks, Span
 from hvdtrain.parallel.parts import ModelParts
@@ -38,8 +39,9 @@ def model_bytes(parts: ModelParts) -> Model:
     slot, common = Slots(0.0), state_now(parts)  # state of other shapes than the variables': as it was made
     if optimizer.elementwise:
         slot, common = _by_vectors(optimizer.own)
+    channels = tuple(int(layer.moving_mean.shape[0]) for layer in norms(parts.model) if layer.built)
     return Model(params.specs, nbytes(others), [slot] * len(params.specs), common, optimizer.elementwise,
-                 "tensorflow")
+                 "tensorflow", norm_channels=channels)
 
 
 def _by_vectors(own: Any) -> tuple[Slots, int]:

@@ -105,11 +105,11 @@ class HostNodes(WithoutMemory):
     a late rank. With a single such thread it waits.
     """
 
-    overlaps, in_graph, host = True, True, False
+    in_graph, host = True, False
 
     def __init__(self, wire: Collectives) -> None:
         assert wire.host and not wire.in_graph, wire.name
-        self._wire = wire
+        self._wire, self.overlaps = wire, _threads() > 1
         self.name, self.rank, self.size = wire.name, wire.rank, wire.size
         self.dtypes, self.reductions = wire.dtypes, wire.reductions
         self._latest: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

@@ -23,9 +23,9 @@ from torch.utils.data import (
 )
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data import hugging_face
+from hvdtrain.data import grain_data, hugging_face
 from hvdtrain.data.collate import Collated
-from hvdtrain.data.objects import indexed, refuse_other_types, tidy
+from hvdtrain.data.objects import PyDatasetStream, indexed, of_batches, refuse_other_types, tidy
 from hvdtrain.data.rows import ColumnNames, columns
 from hvdtrain.data.sources import ArraySource, Source, refuse_strings
 from hvdtrain.data.stream import Arrays, Stream
@@ -42,9 +42,10 @@ def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames()) -> Source 
     ``default_collate``. An `IterableDataset`: a `Stream` of its samples, read again each epoch; ``set_epoch(epoch)`` is
     called if there is one. A `DataLoader`: a `Stream` of its batches, each epoch shuffled from (its generator's seed or
     ``seed``, epoch), with its own ``collate_fn`` and workers. ``drop_last`` drops from the end of the stream; the
-    loader's batch size is not the run's. A sample or batch is a tensor, a flat tuple or list, or a dict or dataclass,
-    whose columns ``rows`` takes by name; so is a dict of whole columns. A ``datasets.Dataset``: see
-    `hvdtrain.data.hugging_face`. With a collator in ``rows``, a `Dataset` is a `Collated`.
+    loader's batch size is not the run's. A `PyDataset` of Keras: a `Stream` of its items. A sample or batch is a
+    tensor, a flat tuple or list, or a dict or dataclass, whose columns ``rows`` takes by name; so is a dict of whole
+    columns. A ``datasets.Dataset``: see `hvdtrain.data.hugging_face`; data of grain: `hvdtrain.data.grain_data`. With a
+    collator in ``rows``, a `Dataset` is a `Collated`.
 
     Errors: `UserError` for a `DistributedSampler` (the feed divides batches) and for values that are not numeric.
     """
@@ -52,10 +53,14 @@ def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames()) -> Source 
         return (StatefulLoaderStream if hasattr(obj, "load_state_dict") else LoaderStream)(obj, seed, rows)
     if isinstance(obj, IterableDataset):
         return IterableStream(obj, rows)
+    if of_batches(obj):
+        return PyDatasetStream(obj, rows, _array)
     if isinstance(obj, TensorDataset):
         return ArraySource([_array(tensor) for tensor in obj.tensors])
     if (theirs := hugging_face.adapted(obj, seed, rows, _array)) is not None:
         return theirs
+    if (grains := grain_data.adapted(obj, rows, _array)) is not None:
+        return grains
     if isinstance(obj, Dataset) or indexed(obj):
         return DatasetSource(obj, rows) if rows.collate is None else Collated(obj, rows, seed, _array)
     if (named := columns(obj, rows.for_source(), _array)) is not None:

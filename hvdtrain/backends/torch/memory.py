@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -84,7 +85,9 @@ def model_bytes(parts: ModelParts) -> Model:
     others = [t for t in (*parts.model.parameters(), *parts.model.buffers()) if id(t) not in own]
     optimizer: Any = parts.optimizer
     return Model(params.specs, sum(t.nbytes for t in others), slots_of(optimizer, params.tensors),
-                 elementwise=optimizer.elementwise and optimizer.adopted is None)  # that of Keras is not divided
+                 elementwise=optimizer.elementwise and optimizer.adopted is None,  # that of Keras is not divided
+                 norm_channels=tuple(module.num_features for module in parts.model.modules()
+                                     if isinstance(module, _BatchNorm)))
 
 
 def state_now(parts: ModelParts) -> int:

@@ -32,7 +32,7 @@ from hvdtrain.parallel.pipeline.plan import Planned, record
 
 USAGE = """usage: python -m hvdtrain plan [--memory [--json FILE] [--check]] [options of train]
        python -m hvdtrain plan --inventory FILE [--assume FILE] [--samples N] [--budget AMOUNT] [--deadline HOURS]
-                               [--json FILE] [options of train]
+                               [--mtbf HOURS] [--restart SECONDS] [--json FILE] [options of train]
 
 Probes each rank's speed for the model, and prints each rank's share of the global batch
 (balance: static). Trains nothing and writes no run. Start it like the training, for example:
@@ -56,6 +56,8 @@ alternatives, best first, each with its command. --inventory here calibrates thi
 like the training; the measurements are kept and used by later plans. Devices without a calibration need
 --assume FILE, such as `efficiency: 0.4` (fraction of the peak FLOP/s); such results are labelled ASSUMED.
 --budget and --deadline choose among the alternatives. --json - writes to standard output.
+With --mtbf HOURS, the mean time between failures of a host (mtbf_hours in the inventory, where it differs), the hours
+are expected ones, with restarts (--restart SECONDS each, by default 60) and the work since the last save.
 
 python -m hvdtrain train --help lists all options.
 """

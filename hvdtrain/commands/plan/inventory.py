@@ -46,8 +46,11 @@ from hvdtrain.planning.memory.options import in_bf16
 HERE = "here"
 """The inventory that is this job itself."""
 
-OWN = ("--inventory", "--assume", "--samples", "--json", "--budget", "--deadline")
+OWN = ("--inventory", "--assume", "--samples", "--json", "--budget", "--deadline", "--mtbf", "--restart")
 """Options of the plan; the rest are train's."""
+
+RESTART_S = 60.0
+"""Seconds from a failure until training continues, by default."""
 
 MEASURED_BATCH = 16
 """Samples of the global batch with which memory and operations are measured where the device is not here."""
@@ -58,7 +61,10 @@ MOST = 1e15
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Options of the command. ``train``: options of the training, as written."""
+    """Options of the command. ``train``: options of the training, as written.
+
+    ``mtbf_hours``: of hosts without one in the inventory. ``restart_s``: from a failure until training continues.
+    """
 
     inventory: str
     assume: str
@@ -66,6 +72,8 @@ class PlanRequest:
     target: str
     wishes: PlanLimits
     train: tuple[str, ...]
+    mtbf_hours: float | None = None
+    restart_s: float = RESTART_S
 
     @property
     def quiet(self) -> bool:
@@ -91,7 +99,8 @@ def request(argv: Sequence[str]) -> PlanRequest:
     if samples != int(samples):
         raise UserError(f"--samples is {found['--samples']!r}", "a whole number of 1 or more", "correct --samples")
     return PlanRequest(found["--inventory"], found.get("--assume", ""), int(samples), found.get("--json", ""),
-                   PlanLimits(_number(found, "--budget"), _number(found, "--deadline")), tuple(rest))
+                   PlanLimits(_number(found, "--budget"), _number(found, "--deadline")), tuple(rest),
+                   _number(found, "--mtbf"), _number(found, "--restart") or RESTART_S)
 
 
 def _number(found: Mapping[str, str], name: str) -> float | None:
@@ -115,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     control = boot.start_control(launch_facts(os.environ), config.control_timeout_s)
     given, assumed, catalogue = agreed(control, lambda: _read(asked), "the inventory")
-    here = PlannedHosts(config, control, catalogue, given, assumed)
+    here = PlannedHosts(config, control, catalogue, given, assumed, asked)
     calibrations: list[Calibration] = []
     if assumed is not None and assumed.model is not None:
         if given is None:
@@ -155,9 +164,9 @@ class PlannedHosts:
     """This job, and the inventory as hosts with devices. ``given``: None for the job itself."""
 
     def __init__(self, config: Config, control: Control, catalogue: Catalogue, given: Inventory | None,
-                 assumed: assumptions.Assumed | None) -> None:
+                 assumed: assumptions.Assumed | None, asked: PlanRequest) -> None:
         self.config, self.control, self.catalogue = config, control, catalogue
-        self.assumed = assumed
+        self.assumed, self._asked = assumed, asked
         self._cpu = f"{CPU} {cpu_facts().name}"
         self._given = given
         self._run: Run | None = None
@@ -180,11 +189,11 @@ class PlannedHosts:
         if self._given is None:
             assert self._run is not None
             run = self._run
-            return [SiteHost(host.node, tuple(self._local(run, rank) for rank in host.ranks))
-                    for host in run.topology.hosts]
+            return [SiteHost(host.node, tuple(self._local(run, rank) for rank in host.ranks),
+                             mtbf_hours=self._asked.mtbf_hours) for host in run.topology.hosts]
         return alternatives.site([self._entry(host) for host in self._given.hosts])
 
-    def _entry(self, host: InventoryHost) -> tuple[str, int, list[tuple[int, Device]], float | None, float | None]:
+    def _entry(self, host: InventoryHost) -> tuple[InventoryHost, list[tuple[int, Device]]]:
         assert self._given is not None
         local = self.control.node.partition(".")[0] in (host.name, host.name.partition(".")[0]) or (
             host.name == "localhost")
@@ -194,7 +203,7 @@ class PlannedHosts:
             if device.kind == "cpu":
                 device = self._processor(device, host.ranks, local)
             devices.append((number, device))
-        return host.name, host.count, devices, host.price_per_hour, host.power_w
+        return replace(host, mtbf_hours=host.mtbf_hours or self._asked.mtbf_hours), devices
 
     def _processor(self, device: Device, ranks: int, local: bool) -> Device:
         """Return the processor of a host, under the name that calibrations have, with the memory of one of ``ranks``.
@@ -271,11 +280,16 @@ class PlannedHosts:
             self._run is not None and self._run.parts.precision.own == "fp32")
         change = in_bf16 if halves else None
         remat = workload.recomputing() if self.assumed_model and config.remat != "off" else None
-        again = float(config.remat != "off")
+        again, saves = float(config.remat != "off"), config.checkpoint
+        if config.sync_batchnorm and self.assumed_model:
+            raise UserError("sync_batchnorm with a described model", "a model that is built, whose layers are known",
+                            "leave sync_batchnorm out")
         return TrainingSettings(config.global_batch, str(config.precision), config.accumulate, config.balance != "off",
                                 self._shares(), int(zero), config.compression, again, True, config.pipeline.stages,
-                                remat[0] if remat else change, config.checkpoint.every_steps,
-                                config.checkpoint.every_s, int(config.micro_batch), config.pipeline.micro_batches)
+                                remat[0] if remat else change, saves.every_steps, saves.every_s,
+                                int(config.micro_batch), config.pipeline.micro_batches, config.sync_batchnorm,
+                                self.epoch_samples, saves.every == "auto" and not (saves.every_steps or saves.every_s),
+                                saves.mtbf_s, self._asked.restart_s)
 
     def _shares(self) -> tuple[float, ...]:
         """Return the share of each rank of the plan; () for equal ones. Names are those of its hosts and devices."""

@@ -36,6 +36,8 @@ def show(base: Estimate, hosts: Sequence[SiteHost], workload: Workload, settings
             ["step", f"{step}: {parts}"],
             ["samples/s", f"{base.samples_per_s:.4g}, scaling efficiency {100 * base.efficiency:.1f} %"],
             [f"{samples:,} samples", f"{format_number(base.hours)} hours"],
+            *([["failures", f"{format_number(base.failures)} expected; hours have restarts and repeated work"]]
+              if base.failures is not None else []),
             ["cost", "unknown: no price of each host" if base.cost is None
              else f"{format_number(base.cost)} {currency}"],
             ["energy", "unknown: no power of each host" if base.energy_kwh is None

@@ -192,9 +192,13 @@ class Carrier(Protocol):
 
 
 class SharedCarrier(Protocol):
-    """Moves messages as a `Carrier` does, between the ``ranks`` of one host alone, through memory that they share."""
+    """Moves messages as a `Carrier` does, between the ``ranks`` of one host alone, through memory that they share.
+
+    ``timeout_s``: longest single wait.
+    """
 
     ranks: Sequence[int]
+    timeout_s: float
 
     def put(self, parts: Sequence[np.ndarray], to: int, tag: int, room: int = 64) -> None: ...
 

@@ -64,8 +64,11 @@ class Mixture(EpochSource):
 
     Sample i of epoch e is a function of (``seed``, e, i) only. Each source is shuffled and read to its end before a
     sample of it comes again, also over epochs. ``curriculum``: epoch -> weights; such a mixture is computed from the
-    epochs before. Errors: `UserError` for weights that are none, and for sources whose rows differ.
+    epochs before. ``unit``: what an epoch has once each, since it may take a sample several times or not at all.
+    Errors: `UserError` for weights that are none, and for sources whose rows differ.
     """
+
+    unit = "place of the mixture"
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float], samples: int = 0, seed: int = 0,
                  curriculum: Curriculum | None = None) -> None:

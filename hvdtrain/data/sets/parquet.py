@@ -5,7 +5,9 @@ Parquet decodes whole row groups, so a shuffled order would decode each group as
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,19 @@ import numpy as np
 from hvdtrain.core import whole_file
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.resolve import not_installed
-from hvdtrain.data.formats import ShardFormat, source_of
+from hvdtrain.core.units import GIB, format_bytes
+from hvdtrain.data.formats import FileOptions, ShardFormat, source_of
 from hvdtrain.data.index import Index, Stamp
 from hvdtrain.data.sources import Source
+
+CHECKED_PIECES, PIECE_BYTES = 16, 1 << 14
+"""Pieces of an Arrow file that each process reads before it is used: all of up to 256 KiB, else a sample."""
 
 
 def make(split: str, **args: Any) -> Source | None:
     """Return the rows of Parquet files; x and y are columns; `hvdtrain.data.formats.FileOptions`."""
     pyarrow("parquet")
-    return source_of(ParquetFormat(), split, args)
+    return source_of(ParquetFormat(FileOptions.of("parquet", args).cache_gib), split, args)
 
 
 def pyarrow(kind: str) -> Any:
@@ -35,9 +41,15 @@ def pyarrow(kind: str) -> Any:
 
 
 class ParquetFormat(ShardFormat):
-    """Rows of Parquet files. A place: the byte where the row group begins, the Arrow file's batch, the row in it."""
+    """Rows of Parquet files. A place: the byte where the row group begins, the Arrow file's batch, the row in it.
+
+    ``most_gib``: of all Arrow files in a folder of indexes.
+    """
 
     kind, endings = "parquet", "Parquet files, such as 'DIR/*.parquet'"
+
+    def __init__(self, most_gib: float) -> None:
+        self._most = int(most_gib * GIB)
 
     def names(self, path: str) -> list[str]:
         with _opened(path) as file:
@@ -55,6 +67,7 @@ class ParquetFormat(ShardFormat):
                                 "correct data.args.files")
             schema = arrow.schema([parquet.schema_arrow.field(name) for name in names])
             places, damaged, batches = [np.zeros((0, 3), np.int64)], dict[int, str](), 0
+            used = _bytes_beside(target)
             with arrow.OSFile(str(draft), "wb") as out, arrow.ipc.new_file(out, schema) as writer:
                 for group in range(parquet.num_row_groups):
                     meta = parquet.metadata.row_group(group)
@@ -67,26 +80,34 @@ class ParquetFormat(ShardFormat):
                         damaged[start] = f"row group {group} cannot be read: {' '.join(str(error).split())[:200]}"
                         places.append(np.tile(np.array([start, -1, 0]), (n, 1)))
                         continue
+                    used += table.nbytes
+                    if used > self._most:
+                        raise _too_large(path, target.parent, used, self._most)
                     for batch in table.to_batches():
                         writer.write_batch(batch)
                         places.append(np.stack([np.full(len(batch), start), np.full(len(batch), batches),
                                                 np.arange(len(batch))], axis=1))
                         batches += 1
         kept = Stamp.of(str(_unpacked(target)))
-        return Index(np.concatenate(places), damaged, {"size": kept.size, "mtime_ns": kept.mtime_ns})
+        return Index(np.concatenate(places), damaged, {"size": kept.size, "mtime_ns": kept.mtime_ns,
+                                                       "crc32": _checksum(_unpacked(target))})
 
     def fits(self, index: Index, target: Path) -> bool:
         try:
-            return Stamp.of(str(_unpacked(target))) == Stamp(index.more["size"], index.more["mtime_ns"])
-        except (UserError, KeyError):
+            return (Stamp.of(str(_unpacked(target))) == Stamp(index.more["size"], index.more["mtime_ns"])
+                    and _checksum(_unpacked(target)) == index.more["crc32"])
+        except (UserError, OSError, KeyError):
             return False
 
     def open(self, path: str, target: Path) -> Any:
         return MappedArrow(_unpacked(target))
 
-    def values(self, file: Any, place_k: np.ndarray, names: tuple[str, ...]) -> Sequence[Any]:
-        _, batch, row = place_k.tolist()
-        return [value_of(column[row]) for column in file.columns(batch)]
+    def read(self, file: Any, place_k: Sequence[int]) -> list[Any]:
+        _, batch, row = place_k
+        return [column[row] for column in file.columns(batch)]
+
+    def values(self, found: list[Any], names: tuple[str, ...]) -> Sequence[Any]:
+        return [value_of(scalar) for scalar in found]
 
 
 class MappedArrow:
@@ -131,6 +152,32 @@ def _shaped(value: Any, kind: Any) -> Any:
 
 def _unpacked(target: Path) -> Path:
     return target.with_suffix(".arrow")
+
+
+def _bytes_beside(target: Path) -> int:
+    """Return the bytes of the other Arrow files in the folder, drafts of other processes too."""
+    found = 0
+    for each in target.parent.glob("*.arrow*"):
+        with contextlib.suppress(OSError):  # another process replaces it
+            found += each.stat().st_size if _unpacked(target).name not in each.name else 0
+    return found
+
+
+def _too_large(path: str, folder: Path, used: int, most: int) -> UserError:
+    return UserError(f"the Arrow files in {folder} take {format_bytes(used)} and more with the columns of {path}, and "
+                     f"data.args.cache_gib allows {format_bytes(most)}",
+                     "room for all of them, since samples are read in random order",
+                     "raise data.args.cache_gib, name fewer columns, or remove Arrow files of other data there")
+
+
+def _checksum(path: Path) -> int:
+    """Return a checksum of `CHECKED_PIECES` pieces spread over a file, its start and end among them."""
+    size, crc = path.stat().st_size, 0
+    with path.open("rb") as file:
+        for at in np.linspace(0, max(0, size - PIECE_BYTES), CHECKED_PIECES).astype(int).tolist():
+            file.seek(at)
+            crc = zlib.crc32(file.read(PIECE_BYTES), crc)
+    return crc
 
 
 def _opened(path: str) -> Any:

@@ -22,6 +22,7 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.planning import transport_choice
 from hvdtrain.planning.compressor_choice import Baseline
+from hvdtrain.planning.simulator import short_of_cores
 from hvdtrain.planning.transport_choice import TransportCost, WireChoice
 
 BUDGET_S, LEAST_S = 2.0, 0.3
@@ -139,7 +140,7 @@ class AutoWire(Callback):
         self._in_graph = {name: wire.in_graph for name, (wire, _) in found.items() if wire is not None}
         threads = max(control.gather(run.topology.cores_of(control.rank) if not run.config.threads
                                      else run.config.threads))
-        short = transport_choice.short_of_cores([(len(h.ranks), h.cores) for h in run.topology.hosts], threads)
+        short = short_of_cores([(len(h.ranks), h.cores) for h in run.topology.hosts], threads)
         self._rows = transport_choice.estimate(measured, nbytes, short)
         self._decision = control.bcast(transport_choice.decide(self._rows))
         self._take(run, self._decision.name)

@@ -6,7 +6,7 @@ import time
 
 from hvdtrain.checkpoint import savers
 from hvdtrain.checkpoint.remote import UPLOAD
-from hvdtrain.checkpoint.savers import FIRST_S, interval_s, view
+from hvdtrain.checkpoint.savers import FIRST_S, view
 from hvdtrain.checkpoint.sharded import check_shared
 from hvdtrain.config import CheckpointConfig as Settings
 from hvdtrain.core.errors import UserError, count
@@ -16,6 +16,7 @@ from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.final_files import DiskRoom, of_disk
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.session import begin, save
+from hvdtrain.planning.simulator import save_interval_s
 
 TOPIC = "save"
 """Of what the ranks tell each other: the step whose checkpoint was not written, a space, and why."""
@@ -75,7 +76,7 @@ class Checkpoint(Callback):
             return FIRST_S
         if run.saver.cost_s is None or run.saver.busy():
             return float("inf")
-        return interval_s(run.saver.cost_s, run.saver.spent.last_took_s, s.mtbf_s)
+        return save_interval_s(run.saver.cost_s, run.saver.spent.last_took_s, s.mtbf_s)
 
     def checkpoint(self, run: Run) -> None:
         self._clock = time.monotonic()

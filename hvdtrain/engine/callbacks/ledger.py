@@ -13,6 +13,7 @@ from hvdtrain.cluster.control import control_of_replicas
 from hvdtrain.core.errors import UserError
 from hvdtrain.data import ledger as books
 from hvdtrain.data.ledger import Book, Sums
+from hvdtrain.data.sources import innermost
 from hvdtrain.data.stream_walk import StreamWalk
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
@@ -24,8 +25,9 @@ class Ledger(Callback):
     ``run.ledger`` holds what was found: ``epochs`` whole, over all resumptions, the ``samples`` in them, ``skipped``:
     those of them whose step made no update (nan_guard skip, an overflow in fp16), ``unchecked`` epochs, which are not
     verified, with the ``reason``, and ``partial`` samples of an epoch that a fit ended in, and ``unread``: samples left
-    out since they could not be read, ``compared`` rows across ranks, where these are not all, and ``evaluation``, why
-    the evaluation data is not verified. A step without update counts as consumed. On a GPU it is told a step late.
+    out since they could not be read, ``compared`` rows across ranks, where these are not all, ``unit``, what came once
+    each where that is no sample (a mixture), and ``evaluation``, why the evaluation data is not verified. A step
+    without update counts as consumed. On a GPU it is told a step late.
     """
 
     where = "all"
@@ -40,7 +42,7 @@ class Ledger(Callback):
         self._resumed = False
         self._skipped = self._skipped_before = self._epochs = self._samples = 0
         self._unread = self._unread_before = self._compared = 0
-        self._evaluation = ""
+        self._evaluation = self._unit = ""
         self._unchecked: list[int] = []
         self._kept: dict[str, Any] = {}
 
@@ -53,6 +55,7 @@ class Ledger(Callback):
         self._resumed = bool(cursor.samples) and run.feed.samples is None
         if self._resumed and self._head is None and run.feed.head and run.feed.head[0] == cursor.epoch:
             self._head = run.feed.head[1]  # a second fit of this process
+        self._unit = getattr(innermost(run.feed.data), "unit", "")
         if self._unknown:
             self._doubt(run, self._unknown)
 
@@ -216,6 +219,7 @@ class Ledger(Callback):
         return {"epochs": self._epochs, "samples": self._samples, "skipped": self._skipped_before + self._skipped,
                 "unchecked": list(self._unchecked), "partial": 0, **({"unread": unread} if unread else {}),
                 **({"compared": self._compared} if self._compared else {}),
+                **({"unit": self._unit} if self._unit else {}),
                 **({"reason": self._reason} if self._unchecked else {}),
                 **({"evaluation": self._evaluation} if self._evaluation else {})}
 

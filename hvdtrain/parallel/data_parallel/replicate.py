@@ -37,7 +37,8 @@ def make(setup: DataParallelSetup) -> DataParallel:
     if reducer.compressor.approximates:
         setup.notes.append(f"gradients are approximated by {reducer.compressor.describe()}")
     made = Replicate(reducer, optimizer, config.clip_norm, look, setup.decides)
-    made.plan = lambda wire: buckets_of(replace(setup, collectives=wire))
+    made.plan = lambda wire, name: buckets_of(replace(setup, collectives=wire, config=replace(
+        config, compression=name) if name else config))
     return made
 
 
@@ -50,8 +51,8 @@ class Replicate(Reducing):
 
     copies_equal = retains = True
     waited_s = 0.0
-    plan: Callable[[Collectives], list[Bucket]] | None = None
-    """Gives the buckets of a transport; None where it was made without a run."""
+    plan: Callable[[Collectives, str], list[Bucket]] | None = None
+    """Gives the buckets of a transport and a compressor, "" for the run's; None where it was made without a run."""
     looks = True
     """False only in the bench that tells what looking at gradients costs."""
 
@@ -84,9 +85,13 @@ class Replicate(Reducing):
         """
         assert self.plan is not None
         old, saved = self.reducer, self.reducer.state.saved()
-        buckets = [replace(bucket, group=f"{bucket.group}.{wire.name}") for bucket in self.plan(wire)]
+        buckets = [replace(bucket, group=f"{bucket.group}.{wire.name}") for bucket in self.plan(wire, "")]
         self._take(Reducer(buckets, old.compressor, wire, old.ops, old.ops_of_place))
         return self.reducer.state.restore(saved) if saved else ""
+
+    def buckets_with(self, name: str) -> list[Bucket]:
+        """Return the buckets that a run with the compressor ``name`` has; collective."""
+        return self.buckets if self.plan is None else self.plan(self.reducer.collectives, name)
 
     def extend(self, specs: Sequence[ParamSpec], first: int) -> None:
         self._take(self._extended(specs, first))

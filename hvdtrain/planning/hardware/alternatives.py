@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hvdtrain.config.inventory import InventoryHost
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.units import format_bytes, format_number
 from hvdtrain.planning.hardware.catalogue import Catalogue, Device
@@ -262,8 +263,8 @@ def expanded(name: str, count: int) -> list[str]:
     return [name] if count == 1 and plain == name else [f"{plain}{number}" for number in range(1, count + 1)]
 
 
-def site(entries: Sequence[tuple[str, int, Sequence[tuple[int, Device]], float | None, float | None]]
-         ) -> list[SiteHost]:
-    """Return hosts from (name, count, devices by number, price, power); modules of several devices count as such."""
-    return [SiteHost(own, tuple(device for number, device in devices for _ in range(number * device.ranks)), price,
-                     power) for name, count, devices, price, power in entries for own in expanded(name, count)]
+def site(entries: Sequence[tuple[InventoryHost, Sequence[tuple[int, Device]]]]) -> list[SiteHost]:
+    """Return hosts from their entries and devices by number; modules of several devices count as such."""
+    return [SiteHost(own, tuple(device for number, device in devices for _ in range(number * device.ranks)),
+                     host.price_per_hour, host.power_w, host.mtbf_hours)
+            for host, devices in entries for own in expanded(host.name, host.count)]

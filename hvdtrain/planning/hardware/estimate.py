@@ -19,8 +19,19 @@ from hvdtrain.planning import shards
 from hvdtrain.planning.batch import plan as batch
 from hvdtrain.planning.hardware.catalogue import Device
 from hvdtrain.planning.hardware.rates import RankRate, Rates, in_range
+from hvdtrain.planning.hardware.workload import batches_of
 from hvdtrain.planning.memory.forecast import MemoryFacts, RankMemory, Sharding, forecast
-from hvdtrain.planning.simulator import Exchange, Rank, Saves, Scene, Stages, step
+from hvdtrain.planning.simulator import (
+    Exchange,
+    Failures,
+    Rank,
+    Saves,
+    Scene,
+    Stages,
+    job,
+    save_interval_s,
+    step,
+)
 
 FORWARD = 1 / 3
 """Fraction of forward and backward that forward takes: backward multiplies twice as much."""
@@ -31,12 +42,13 @@ FLIGHT = 4
 
 @dataclass(frozen=True)
 class SiteHost:
-    """A host: a device for each rank. ``price_per_hour``, ``power_w``: of the host; None: unknown."""
+    """A host: a device for each rank. ``price_per_hour``, ``power_w``, ``mtbf_hours``: of the host; None: unknown."""
 
     name: str
     devices: tuple[Device, ...]
     price_per_hour: float | None = None
     power_w: float | None = None
+    mtbf_hours: float | None = None
 
     @property
     def watts(self) -> float | None:
@@ -54,6 +66,8 @@ class TrainingSettings:
     activation checkpointing computes again; ``recompute_timed``: calibrated lines have it. ``change``: of the
     measured memory, such as that of activations in bf16. ``save_steps``, ``save_every_s``: between checkpoints; 0:
     none. ``micro_batch``: at most so many samples; 0: any. ``micros``: of a pipeline's replica; 0: by its stages.
+    ``epoch_samples``: of an epoch, whose last batch is smaller; 0: unknown. ``save_auto``: saves as often as
+    `save_interval_s`, of ``save_mtbf_s``. ``restart_s``: from a failure of a host until training continues.
     """
 
     global_batch: int
@@ -71,6 +85,11 @@ class TrainingSettings:
     save_every_s: float = 0.0
     micro_batch: int = 0
     micros: int = 0
+    sync_batchnorm: bool = False
+    epoch_samples: int = 0
+    save_auto: bool = False
+    save_mtbf_s: float = 0.0
+    restart_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +116,7 @@ class Estimate:
     """Estimate of a set-up. ``low_s``, ``high_s``: None where something was assumed. ``parts``: seconds by cause.
 
     ``hours``, ``cost``, ``energy_kwh``: None without samples, a price of each host, or the power of each.
-    ``shares``: samples by rank.
+    ``shares``: samples by rank. ``failures``: expected number; None without a mean time between them.
     """
 
     fits: bool | None
@@ -113,6 +132,7 @@ class Estimate:
     parts: dict[str, float]
     memory: RankMemoryPlan
     shares: tuple[int, ...]
+    failures: float | None = None
 
     @property
     def assumed(self) -> bool:
@@ -124,7 +144,7 @@ class Estimate:
         need = self.memory.need
         return {"fits": self.fits, "step_s": {"low": self.low_s, "mid": self.mid_s, "high": self.high_s},
                 "samples_per_s": self.samples_per_s, "efficiency": self.efficiency, "hours": self.hours,
-                "cost": self.cost, "energy_kwh": self.energy_kwh, "assumed": self.assumed,
+                "cost": self.cost, "energy_kwh": self.energy_kwh, "failures": self.failures, "assumed": self.assumed,
                 "assumptions": list(self.assumptions), "step_parts_s": self.parts,
                 "memory": {"rank": self.memory.rank, "need_bytes": need.total, "free_bytes": self.memory.free},
                 "samples_by_rank": _folded(self.shares)}
@@ -136,42 +156,73 @@ def estimate(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates
     """
     devices = [device for host in hosts for device in host.devices]
     paces = _paces(hosts, settings, rates)
+    played = _piped if settings.stages > 1 else _unpartitioned
+    scene, said = played(hosts, settings, rates, paces)
     if settings.stages > 1:
-        return _piped(hosts, settings, rates, samples, paces)
+        memory = _stage_memory(devices, settings, rates)
+    else:
+        _within_range(scene.ranks, paces, devices)
+        memory = _memory(hosts, scene, settings, rates)
+    batches = [(scene if n == settings.global_batch else played(hosts, replace(settings, global_batch=n), rates,
+                                                                paces)[0], steps)
+               for n, steps in batches_of(samples, settings.global_batch, settings.epoch_samples).items()]
+    return _outcome(hosts, scene, batches, memory, said, paces)
+
+
+def _unpartitioned(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates,
+                   paces: Sequence[RankRate]) -> tuple[Scene, tuple[str, ...]]:
+    """Return the scene of a step in which each rank holds the whole model, and the assumptions behind it."""
+    devices = [device for host in hosts for device in host.devices]
     lines = [pace.line.scaled(1 + _again(settings, pace)) for pace in paces]
     wiring = rates.wiring([host.devices for host in hosts])
     divided = _divided(lines, settings, len(devices))
-    _within_range(divided, paces, devices)
     codec_s, ratio, cast = rates.codec(settings.compression if len(devices) > 1 else "none", devices)
     numbers = [number for number, host in enumerate(hosts) for _ in host.devices]
     ranks = tuple(Rank(number, line, part.samples, part.accumulate, _updates(pace, settings, len(devices)))
                   for number, line, part, pace in zip(numbers, lines, divided.parts, paces))
     nbytes = tuple(bucket.nbytes for bucket in rates.workload.buckets)
+    # A calibrated line has the waits of its layers in it.
+    layers = rates.workload.norm_bytes if settings.sync_batchnorm and any(pace.assumed for pace in paces) else ()
     exchange = Exchange(wiring.transport, nbytes, wiring.within, wiring.between, wiring.overlaps, codec_s, ratio,
-                        settings.zero)
-    memory = _memory(hosts, divided, settings, rates, wiring.transport)
-    said = (*_said(paces), *wiring.assumed, *([cast] if cast else []))
-    scene = Scene(ranks, exchange, saves=_saves(settings, paces), error=max(pace.error for pace in paces))
-    return _outcome(hosts, scene, memory, said, samples, paces)
+                        settings.zero, layer_bytes=layers, late=wiring.late)
+    scene = Scene(ranks, exchange, saves=_saves(settings, paces), failures=_failures(hosts, settings),
+                  error=max(pace.error for pace in paces))
+    return scene, (*_said(paces), *wiring.assumed, *([cast] if cast else []))
+
+
+def _failures(hosts: Sequence[SiteHost], settings: TrainingSettings) -> Failures | None:
+    """Return the failures of any of ``hosts``; None where no host has a mean time between them."""
+    per_hour = sum(1 / host.mtbf_hours for host in hosts if host.mtbf_hours)
+    return Failures(3600 * len(hosts) / per_hour, settings.restart_s) if per_hour else None
 
 
 def _saves(settings: TrainingSettings, paces: Sequence[RankRate]) -> Saves | None:
     """Return the checkpoints of a training: one blocks it for the copy, or until the one before is written."""
     blocks_s, write_s = (max(pace.save_s[i] for pace in paces) for i in (0, 1))
-    if not (settings.save_steps or settings.save_every_s) or not blocks_s:
+    every_s = settings.save_every_s
+    if settings.save_auto:
+        every_s = save_interval_s(blocks_s, write_s, settings.save_mtbf_s)
+    if not (settings.save_steps or every_s):
         return None
-    waits_s = max(0.0, write_s - settings.save_every_s) if settings.save_every_s else 0.0
-    return Saves(blocks_s + waits_s, settings.save_steps, 0.0 if settings.save_steps else settings.save_every_s)
+    waits_s = max(0.0, write_s - every_s) if every_s else 0.0
+    return Saves(blocks_s + waits_s, settings.save_steps, 0.0 if settings.save_steps else every_s)
 
 
-def _outcome(hosts: Sequence[SiteHost], scene: Scene, memory: RankMemoryPlan, said: Sequence[str],
-             samples: int, paces: Sequence[RankRate]) -> Estimate:
-    found = step(scene)
+def _outcome(hosts: Sequence[SiteHost], scene: Scene, batches: Sequence[tuple[Scene, int]], memory: RankMemoryPlan,
+             said: Sequence[str], paces: Sequence[RankRate]) -> Estimate:
+    """Return the estimate. ``scene``: of a whole batch; ``batches``: of each size of a batch, with its steps."""
+    steps = sum(n for _, n in batches)
+    jobs = [(job(one, steps), n / steps) for one, n in batches]
+    found = job(scene, steps).step if steps else step(scene)
     fixed_s = sum(pace.fixed_s for pace in paces) / len(paces)
     parts = {**found.parts, "update": found.parts["update"] - fixed_s, "other": fixed_s}
-    hours = cost = kwh = None
-    if samples:
-        hours = math.ceil(samples / scene.samples) * found.mid_s / 3600
+    hours = cost = kwh = failures = None
+    if steps:
+        hours = sum(share * made.mid_hours for made, share in jobs)
+        failures = sum(share * made.failures for made, share in jobs) if scene.failures else None
+        if not math.isfinite(hours):
+            raise UserError(f"hosts that fail so often that {steps:,} steps never end", "saves between two failures",
+                            "set --checkpoint.every_steps lower, or correct mtbf_hours and --mtbf")
         prices, watts = [host.price_per_hour for host in hosts], [host.watts for host in hosts]
         if None not in prices:
             cost = hours * sum(price for price in prices if price is not None)
@@ -181,7 +232,7 @@ def _outcome(hosts: Sequence[SiteHost], scene: Scene, memory: RankMemoryPlan, sa
     return Estimate(memory.fits, found.low_s if exact else None, found.mid_s, found.high_s if exact else None,
                    found.samples_per_s, found.efficiency, hours, cost, kwh, tuple(dict.fromkeys(said)),
                    {name: max(0.0, seconds) for name, seconds in parts.items()}, memory,
-                   tuple(rank.samples for rank in scene.ranks))
+                   tuple(rank.samples for rank in scene.ranks), failures)
 
 
 def _paces(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates) -> list[RankRate]:
@@ -211,12 +262,17 @@ def _divided(lines: Sequence[Any], settings: TrainingSettings, size: int) -> bat
     return batch.of_shares(lines, settings.global_batch, shares, ceilings, settings.accumulate)
 
 
-def _within_range(divided: batch.BatchPlan, paces: Sequence[RankRate], devices: Sequence[Device]) -> None:
+def _micro_batch(rank: Rank) -> int:
+    """Return the samples of the largest micro-batch of a rank."""
+    return -(-rank.samples // max(1, rank.parts))
+
+
+def _within_range(ranks: Sequence[Rank], paces: Sequence[RankRate], devices: Sequence[Device]) -> None:
     """Refuse micro-batches far from those that were timed."""
-    for part, pace, device in zip(divided.parts, paces, devices):
-        if part.samples and not in_range(part.micro_batch, pace.sizes):
-            raise UserError(f"micro-batches of {part.micro_batch} samples on {device.name}, which was calibrated with "
-                            f"{min(pace.sizes)} to {max(pace.sizes)}", "sizes near those", "calibrate with "
+    for rank, pace, device in zip(ranks, paces, devices):
+        if rank.samples and not in_range(_micro_batch(rank), pace.sizes):
+            raise UserError(f"micro-batches of {_micro_batch(rank)} samples on {device.name}, which was calibrated "
+                            f"with {min(pace.sizes)} to {max(pace.sizes)}", "sizes near those", "calibrate with "
                             "--global_batch and ranks that give such micro-batches")
 
 
@@ -233,8 +289,7 @@ def _said(paces: Sequence[RankRate]) -> list[str]:
     return list(dict.fromkeys(pace.assumed for pace in paces if pace.assumed))
 
 
-def _memory(hosts: Sequence[SiteHost], divided: batch.BatchPlan, settings: TrainingSettings, rates: Rates,
-            transport: str) -> RankMemoryPlan:
+def _memory(hosts: Sequence[SiteHost], scene: Scene, settings: TrainingSettings, rates: Rates) -> RankMemoryPlan:
     """Return the memory of the rank nearest to its limit; ranks that are alike are computed once."""
     devices = [device for host in hosts for device in host.devices]
     locals_P = [len(host.devices) for host in hosts for _ in host.devices]
@@ -243,25 +298,26 @@ def _memory(hosts: Sequence[SiteHost], divided: batch.BatchPlan, settings: Train
     known = [room for room in rooms if room is not None]
     parts_P = shards.by_room(known) if len(known) == size else [1 / size] * size
     way = Sharding(settings.zero if size > 1 else 0, workload.buckets if size > 1 else (), parts_P,
-                   transport, settings.compression)
+                   scene.exchange.transport, settings.compression)
     seen: set[tuple[object, ...]] = set()
     found: list[RankMemoryPlan] = []
-    for r, (device, local, part) in enumerate(zip(devices, locals_P, divided.parts)):
-        key = device.name, device.room_bytes, local, part.micro_batch, part.accumulate, r == 0
+    for r, (device, local, played) in enumerate(zip(devices, locals_P, scene.ranks)):
+        key = device.name, device.room_bytes, local, _micro_batch(played), played.parts, r == 0
         if key in seen:
             continue
         seen.add(key)
-        rank = RankMemory(r, size, local, device.room_bytes, part.micro_batch, max(1, part.accumulate),
-                          int(workload.sample_bytes * part.samples))
+        rank = RankMemory(r, size, local, device.room_bytes, _micro_batch(played), max(1, played.parts),
+                          int(workload.sample_bytes * played.samples))
         facts = workload.on_rank(rank, way)
         need = forecast(settings.change(facts) if settings.change else facts)
         found.append(RankMemoryPlan(r, need, device.room_bytes))
     return max(found, key=lambda one: (one.load, one.need.total))
 
 
-def _piped(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates, samples: int,
-           paces: Sequence[RankRate]) -> Estimate:
-    """Return the estimate of a pipeline: stages of equal work over successive ranks, one replica after the other."""
+def _piped(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates,
+           paces: Sequence[RankRate]) -> tuple[Scene, tuple[str, ...]]:
+    """Return the scene of a pipeline, whose stages of equal work are successive ranks, and the assumptions behind it.
+    """
     devices = [device for host in hosts for device in host.devices]
     depth, size, workload = settings.stages, len(devices), rates.workload
     for what, bad in (("ZeRO", settings.zero > 0), ("balance", settings.balance), ("shares", bool(settings.shares))):
@@ -271,9 +327,7 @@ def _piped(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates, 
     if copies * depth != size:
         raise UserError(f"{size} ranks for a pipeline of {depth} stages", "a multiple of the stages",
                         "change the number of stages")
-    wanted = settings.micros or max(FLIGHT * depth, settings.accumulate)
-    micros = max(1, min(wanted, settings.global_batch // copies))
-    micro = math.ceil(settings.global_batch / copies / micros)
+    micros, micro = _micros(settings, copies)
     numbers = [number for number, host in enumerate(hosts) for _ in host.devices]
     wiring = rates.wiring([host.devices for host in hosts])
     each = settings.global_batch / copies
@@ -294,23 +348,33 @@ def _piped(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates, 
     nbytes = tuple(bucket.nbytes for bucket in workload.buckets)
     codec_s, ratio, cast = rates.codec(settings.compression if copies > 1 else "none", devices)
     exchange = Exchange(wiring.transport, nbytes, wiring.within, wiring.between, codec_s=codec_s / depth, ratio=ratio)
-    rooms = [device.room_bytes for device in devices]
-    need = _stage_need(rates, settings, min(depth, micros) * micro)
-    worst = min(range(size), key=lambda r: math.inf if rooms[r] is None else float(rooms[r] or 0))
     said = (*_said(paces), *wiring.assumed, *([cast] if cast else []), "stages have equal work and memory",
             f"stages send each other {format_bytes(message)} per micro-batch, the activations of a block")
-    scene = Scene(ranks, exchange, tuple(stages), _saves(settings, paces), error=max(p.error for p in paces))
-    return _outcome(hosts, scene, RankMemoryPlan(worst, need, rooms[worst]), said, samples, paces)
+    return Scene(ranks, exchange, tuple(stages), _saves(settings, paces), _failures(hosts, settings),
+                 max(pace.error for pace in paces)), said
 
 
-def _stage_need(rates: Rates, settings: TrainingSettings, in_flight: int) -> Footprint:
-    """Return the memory of the first stage: its share of the model, and activations of all micro-batches in flight."""
+def _micros(settings: TrainingSettings, copies: int) -> tuple[int, int]:
+    """Return (micro-batches of a pipeline's replica, samples of one)."""
+    wanted = settings.micros or max(FLIGHT * settings.stages, settings.accumulate)
+    micros = max(1, min(wanted, settings.global_batch // copies))
+    return micros, math.ceil(settings.global_batch / copies / micros)
+
+
+def _stage_memory(devices: Sequence[Device], settings: TrainingSettings, rates: Rates) -> RankMemoryPlan:
+    """Return the memory of the first stage, on the device with the least: its share of the model, and activations of
+    all micro-batches in flight.
+    """
     facts, depth = rates.workload.facts, settings.stages
-    facts = replace(facts, rank=replace(facts.rank, micro_batch=in_flight, micros=2, size=1),
+    micros, micro = _micros(settings, len(devices) // depth)
+    facts = replace(facts, rank=replace(facts.rank, micro_batch=min(depth, micros) * micro, micros=2, size=1),
                     way=Sharding(0, rates.workload.buckets))  # gradients stay over micro-batches
     whole = forecast(settings.change(facts) if settings.change else facts)
-    return Footprint(-(-whole.parameters // depth), -(-whole.gradients // depth), -(-whole.state // depth),
+    need = Footprint(-(-whole.parameters // depth), -(-whole.gradients // depth), -(-whole.state // depth),
                      -(-whole.activations // depth), whole.buckets, whole.workspace)
+    rooms = [device.room_bytes for device in devices]
+    worst = min(range(len(rooms)), key=lambda r: math.inf if rooms[r] is None else float(rooms[r] or 0))
+    return RankMemoryPlan(worst, need, rooms[worst])
 
 
 def _folded(shares: Sequence[int]) -> list[list[int]]:

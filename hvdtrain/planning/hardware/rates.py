@@ -30,10 +30,10 @@ class Calibration:
 
     ``local``, ``hosts``: ranks of each host, and hosts, that computed at the same time. ``line`` of micro-batches of
     ``sizes`` samples. ``error``: relative, of the step predicted for the calibration itself. ``within``, ``between``:
-    as in `hvdtrain.planning.simulator.Exchange`; None: not measured. ``codecs``: (seconds, bytes per byte of
-    gradients) of each compressor. ``save_s``: seconds that a checkpoint blocks training, and to write it.
-    ``fixed_s``: of a step beyond all that: agreement, callbacks, jitter of the ranks. ``history``: where runs keep
-    what such steps took.
+    as in `hvdtrain.planning.simulator.Exchange`, and ``late``; None: not measured. ``codecs``: (seconds, bytes per byte
+    of gradients) of each compressor. ``save_s``: seconds that a checkpoint blocks training, and to write it.
+    ``fixed_s``: of a step beyond all that: agreement, callbacks, jitter of the ranks. ``history``: where runs keep what
+    such steps took.
     """
 
     device: str
@@ -51,6 +51,7 @@ class Calibration:
     codecs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     save_s: tuple[float, float] = (0.0, 0.0)
     fixed_s: float = 0.0
+    late: float = 0.0
     history: str = ""
     when: str = ""
 
@@ -125,6 +126,7 @@ class Wiring:
     between: Link
     overlaps: bool
     assumed: tuple[str, ...] = ()
+    late: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -175,8 +177,9 @@ class Rates:
                             f"under model: in {given.path!r}")
         update_s = self.workload.update_bytes / device.bandwidth_Bps if device.bandwidth_Bps else 0.0
         line = LinearTime(given.overhead_s, max(LEAST_SLOPE_S, self.workload.flops / (peak * efficiency)))
+        doubtful = not own.peak and device.type_of(precision) in device.unconfirmed
         return RankRate(line, update_s, 0.0, f"{device.name} reaches {100 * efficiency:g} % of "
-                    f"{peak / 1e12:g} TFLOPS ({precision})")
+                        f"{peak / 1e12:g} TFLOPS ({precision}{', unconfirmed' if doubtful else ''})")
 
     def wiring(self, hosts: Sequence[Sequence[Device]]) -> Wiring:
         """Return the exchange among ranks on ``hosts``, the devices of each; `UserError` where a link is unknown."""
@@ -203,7 +206,7 @@ class Rates:
         if said and self.collectives == "auto":
             said.append(f"transport {transport}")
         assert links[0] is not None and links[1] is not None
-        return Wiring(transport, links[0], links[1], overlaps, tuple(said))
+        return Wiring(transport, links[0], links[1], overlaps, tuple(said), measured.late if measured else 0.0)
 
     def _measured(self, names: Collection[str], several: bool) -> Calibration | None:
         """Return the latest calibration whose links can be those among devices ``names``; None without one.

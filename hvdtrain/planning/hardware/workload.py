@@ -72,6 +72,11 @@ class Workload:
         """Return the number of blocks of the model, which a pipeline may divide; 1 where it has none."""
         return len({spec.block for spec in self.facts.model.specs})
 
+    @property
+    def norm_bytes(self) -> tuple[int, ...]:
+        """Return the float64 bytes of each sum of sync_batchnorm: three a channel in forward, two in backward."""
+        return tuple(8 * times * n for n in self.facts.model.norm_channels for times in (3, 2))
+
     def recomputing(self) -> tuple[Callable[[MemoryFacts], MemoryFacts], float] | None:
         """Return (change of a rank's facts, fraction of forward computed again) of checkpointing all blocks, or None.
         """
@@ -91,6 +96,22 @@ class Workload:
     def memory(self, rank: RankMemory, way: Sharding) -> Footprint:
         """Return the bytes of a rank of the plan at the step's peak."""
         return forecast(self.on_rank(rank, way))
+
+
+def batches_of(samples: int, global_batch: int, epoch_samples: int = 0) -> dict[int, int]:
+    """Return the number of steps by samples of a step: the last batch of each epoch is smaller.
+
+    >>> batches_of(100, 16, 40), batches_of(100, 16)
+    ({16: 5, 8: 2, 4: 1}, {16: 6, 4: 1})
+    """
+    epochs, rest = divmod(samples, epoch_samples) if epoch_samples else (0, samples)
+    found: dict[int, int] = {}
+    for n, times in ((epoch_samples, epochs), (rest, 1)):
+        whole, last = divmod(n, global_batch)
+        for size, steps in ((global_batch, whole * times), (last, times)):
+            if size and steps:
+                found[size] = found.get(size, 0) + steps
+    return found
 
 
 def assumed(name: str, given: Mapping[str, Any], bucket_mb: float = 16.0) -> Workload:

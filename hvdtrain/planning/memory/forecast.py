@@ -120,7 +120,7 @@ class Model:
 
     ``specs``: trainable tensors. ``other_bytes``: frozen parameters and buffers. ``slots``: of each of ``specs``;
     ``common_bytes``: held once by the optimizer. ``elementwise``: its state can be divided anywhere. ``average_bytes``:
-    moving average of the weights, which ZeRO does not divide.
+    moving average of the weights, which ZeRO does not divide. ``norm_channels``: of each BatchNorm layer.
     """
 
     specs: Sequence[ParamSpec]
@@ -130,6 +130,7 @@ class Model:
     elementwise: bool = True
     framework: str = "torch"
     average_bytes: int = 0
+    norm_channels: tuple[int, ...] = ()
 
     @property
     def param_bytes(self) -> list[int]:

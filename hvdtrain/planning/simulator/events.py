@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 
@@ -30,10 +31,11 @@ from hvdtrain.planning.simulator.scene import (
     Saves,
     Scene,
 )
-from hvdtrain.planning.transport_choice import short_of_cores
 
 MOST_DRAWS, LEAST_DRAWS, NUMBERS = 256, 16, 1 << 17
 """Steps that are drawn where computing times vary: fewer of many ranks, so that memory stays bounded."""
+
+Seconds = TypeVar("Seconds", float, np.ndarray)
 
 PARTS = ("compute", "input", "exchange", "wait", "update", "saves", "restarts")
 """Where a mean step of a mean rank goes. ``wait``: for slower ranks, and for other stages."""
@@ -218,18 +220,37 @@ def _exchanged(scene: Scene, work: _Work) -> tuple[np.ndarray, tuple[float, floa
     hidden = work.last * exchange.backward
     for number, nbytes in enumerate(exchange.bucket_bytes):
         arrived += nbytes
-        portion = exchange.ready[number] if exchange.ready else arrived / total
+        portion = exchange.ready[number] if exchange.ready else (
+            exchange.late + (1 - exchange.late) * arrived / total)
         ready = (work.own - hidden * (1 - portion)).max(axis=1) if exchange.overlaps else end
         encoded_s = exchange.codec_s / 2 * (arrived / total if exchange.overlaps else 1.0)
         took_s = seconds.of(nbytes * exchange.ratio * halves)
         free, busy_s = np.maximum(free, ready + encoded_s) + took_s, busy_s + took_s
     shown = np.maximum(free - end, 0.0)
     # Where a transport has no core of its own, computing waits for what it does meanwhile.
-    shown += np.maximum(busy_s - shown, 0.0) * exchange.busy_cores * _short_of_cores(scene)
+    shown += delayed_s(np.maximum(busy_s - shown, 0.0), exchange.busy_cores, _short_of_cores(scene))
     if exchange.zero:
-        shown += seconds.of((exchange.gather_bytes or total) / 2)
+        by_links_s = seconds.of((exchange.gather_bytes or total) / 2)  # which counts the bytes, too
+        shown += exchange.gather_s or by_links_s
+    shown += max(rank.parts for rank in scene.ranks) * sum(seconds.of(nbytes) for nbytes in exchange.layer_bytes)
     return (shown + exchange.codec_s / 2 + exchange.later_s + exchange.agreement_s,
             (seconds.within_bytes, seconds.between_bytes))
+
+
+def delayed_s(hidden_s: Seconds, busy_cores: float, short: float) -> Seconds:
+    """Return the seconds by which computing ends later because of an exchange of ``hidden_s`` meanwhile.
+
+    ``busy_cores``: that the exchange takes; ``short``: `short_of_cores`.
+    """
+    return hidden_s * (busy_cores * short)
+
+
+def short_of_cores(hosts: Sequence[tuple[int, float]], threads: float) -> float:
+    """Return the fraction of a core that a transport's thread lacks where cores are shortest.
+
+    ``hosts``: (ranks, cores) of each; ``threads``: compute threads of a rank.
+    """
+    return max(min(1.0, max(0.0, 1.0 - (cores / ranks - threads))) for ranks, cores in hosts)
 
 
 def _short_of_cores(scene: Scene) -> float:

@@ -5,6 +5,7 @@ The simulation is left to `hvdtrain.planning.simulator.events`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from hvdtrain.planning.linear import LinearTime, Link
@@ -13,6 +14,11 @@ FLAT, HIERARCHICAL, RING, NONE = "mpi", "shared", "horovod", "null"
 """Values of `collectives`: each rank sends to each; within hosts first; a ring over the ranks; no exchange."""
 
 NO_LINK = Link(0.0, 0.0)
+
+SAVES_COST, LEAST_SAVE_S, SAVE_DISTANCE = 0.03, 60.0, 1.5
+"""Fraction of the time that saves may cost. Shortest interval where no time between failures is known: more often would
+save too little. A save begins so many times as long after the last one as that took, so that it need not wait for it.
+"""
 
 BACKWARD = 2 / 3
 """Fraction of forward and backward that backward takes, where it was not measured: twice a forward's work."""
@@ -61,11 +67,13 @@ class Exchange:
     ``bucket_bytes``: gradients of the whole model, in the order in which buckets are sent. ``within``: seconds of one
     bucket by the bytes that each rank sends inside its host; ``between``: by those that all ranks of a host together
     send out of it. Their alpha is that of two ranks. ``overlaps``: buckets travel during backward. ``ready``: fraction
-    of backward after which each bucket is complete; () if not measured: in proportion to bytes. ``backward``: fraction
-    of a micro-batch's time. ``codec_s``, ``ratio``: compressor's own seconds a step, and bytes sent per byte of
-    gradients. ``later_s``: of its requests that need the answer to earlier ones. ``zero``: stage of ZeRO;
-    ``gather_bytes``: updated parameters that it gathers, 0: as many as gradients. ``busy_cores``: cores that the
-    transport of one rank keeps busy. ``agreement_s``: of each step's agreement about loss, stop and saves.
+    of backward after which each bucket is complete; (): in proportion to bytes, once the fraction ``late`` of backward
+    has passed. ``backward``: fraction of a micro-batch's time. ``codec_s``, ``ratio``: compressor's own seconds a step,
+    and bytes sent per byte of gradients. ``later_s``: of its requests that need the answer to earlier ones. ``zero``:
+    stage of ZeRO; ``gather_bytes``: updated parameters that it gathers, 0: as many as gradients; ``gather_s``: seconds
+    of that, 0: by the links. ``busy_cores``: cores that the transport of one rank keeps busy. ``agreement_s``: of each
+    step's agreement about loss, stop and saves.
+    ``layer_bytes``: of each sum that layers wait for within a micro-batch (sync_batchnorm).
     """
 
     transport: str
@@ -80,8 +88,11 @@ class Exchange:
     ready: tuple[float, ...] = ()
     backward: float = BACKWARD
     gather_bytes: int = 0
+    gather_s: float = 0.0
     later_s: float = 0.0
     agreement_s: float = 0.0
+    layer_bytes: tuple[int, ...] = ()
+    late: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -108,6 +119,17 @@ class Saves:
     blocks_s: float
     every_steps: int = 0
     every_s: float = 0.0
+
+
+def save_interval_s(cost_s: float, took_s: float, mtbf_s: float = 0.0) -> float:
+    """Return the seconds from the begin of a save to the next one of ``checkpoint.every: auto``.
+
+    ``cost_s``: cost of a save to the run, its training blocked and its threads' processor time. ``took_s``: time until
+    it was on the disk. ``mtbf_s``: mean time between failures, 0 if unknown; with it the interval that loses least,
+    sqrt(2 * cost * MTBF) (Young 1974, Daly 2006). Never so short that saves cost more than `SAVES_COST` of the time.
+    """
+    wanted_s = math.sqrt(2 * cost_s * mtbf_s) if mtbf_s else LEAST_SAVE_S
+    return max(wanted_s, cost_s / SAVES_COST, SAVE_DISTANCE * took_s)
 
 
 @dataclass(frozen=True)

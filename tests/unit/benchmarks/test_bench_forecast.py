@@ -37,6 +37,21 @@ def test_a_step_is_predicted_from_its_parts(row, ms):
     assert 1e3 * forecast.predict(calibration([0, 1]), row).mid_s == pytest.approx(ms)
 
 
+def test_a_compressor_has_buckets_of_its_own():
+    """One bucket in place of two: its requests start up once."""
+    calibrated = calibration([0, 1])
+    fp16 = calibrated["transports"]["mpi"]["costs"]["fp16"]
+    fp16["buckets"], fp16["traffic"][0]["calls"] = [2000000], 1
+    assert 1e3 * forecast.predict(calibrated, "mpi+fp16").mid_s == pytest.approx(18 + 1 + 2 + 1 + 11 + 3)
+
+
+def test_zero_updates_and_gathers_as_measured():
+    calibrated = calibration([0, 1])
+    calibrated["transports"]["mpi"]["shard"] = {"overlaps": False, "buckets": [1000000, 1000000],
+                                                "times_P": [[5e-3, 1e-3], [4e-3, 7e-3]]}
+    assert 1e3 * forecast.predict(calibrated, "mpi/zero2").mid_s == pytest.approx(18 + 1 + 5 + 1 + 12 + 1)
+
+
 def test_of_one_rank_only_its_line_counts():
     assert 1e3 * forecast.predict(calibration([0]), "auto").mid_s == pytest.approx(18 + 1 + 2 + 1)
 
@@ -47,6 +62,19 @@ def test_a_static_balance_gives_a_slow_rank_less():
     off, static = (forecast.predict(calibrated, row).mid_s for row in ("shared", "shared@static"))
     # The fast rank computes all 16 samples in 26 ms; with equal shares the slow one takes 45.
     assert 1e3 * off == pytest.approx(45 + 4 + 22) and 1e3 * static == pytest.approx(26 + 4 + 22)
+    planned = forecast.predict(calibrated, "shared@static", samples_P=[12, 4]).mid_s
+    assert 1e3 * planned == pytest.approx(35 + 4 + 22)  # the slow rank: 2.5 (10 + 4)
+
+
+def test_buckets_travel_once_backward_has_completed_them():
+    """Two buckets of 11 ms each; backward takes 12 ms of the 18, and hands over the first one when it ends, or begins.
+    """
+    calibrated = calibration([0, 1])
+    calibrated["transports"]["mpi"] |= {"overlaps": True, "ready": [1.0, 1.0]}
+    late = forecast.predict(calibrated, "mpi").mid_s
+    calibrated["transports"]["mpi"]["ready"] = [0.0, 1.0]
+    assert 1e3 * late == pytest.approx(44) and 1e3 * (late - forecast.predict(calibrated, "mpi").mid_s) == (
+        pytest.approx(11))
 
 
 def test_a_pipeline_is_played_in_its_order():

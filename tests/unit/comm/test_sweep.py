@@ -142,6 +142,14 @@ def test_what_goes_over_the_wire_is_what_compressors_say(size):
         assert all(t.calls >= 1 for t in cost.traffic) and any(not t.later for t in cost.traffic)
 
 
+def test_each_compressor_is_timed_on_the_buckets_that_it_gets():
+    one, three = plan_buckets(PARAMS, 1.0), plan_buckets(PARAMS, 0.01)
+    found = LockstepWorld(2).run(lambda control, wire: sweep.measure(
+        wire, Ops(), control, three, Config(), lambda name: one if name == "int8" else three))
+    assert len(one) == 1 and {cost.name: max(t.calls for t in cost.traffic) for cost in found[0].costs} == {
+        **dict.fromkeys(compressors.choices(), 3), "int8": 1}
+
+
 def test_a_large_model_is_sampled_and_scaled(monkeypatch):
     monkeypatch.setattr(sweep, "MOST_ELEMENTS", 2000)
     params = [ParamSpec(f"w{i}", (32, 32), "float32") for i in range(10)]

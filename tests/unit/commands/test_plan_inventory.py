@@ -55,6 +55,13 @@ def test_a_described_model_on_hardware_that_is_not_here(files, capsys):
     assert "within 0.3 USD: without host old" in text
 
 
+def test_failures_lengthen_the_hours(files, capsys):
+    plain, failing = planned(capsys, *DESCRIBED), planned(capsys, *DESCRIBED, "--mtbf", "0.2", "--restart", "30")
+    assert failing["hours"] > plain["hours"] and failing["failures"] > 0 and plain["failures"] is None
+    (files / "inventory.yaml").write_text(INVENTORY.replace("price_per_hour", "mtbf_hours: 0.2, price_per_hour"))
+    assert planned(capsys, *DESCRIBED, "--mtbf", "9", "--restart=30")["hours"] == pytest.approx(failing["hours"])
+
+
 @pytest.mark.parametrize("shares", ["fast=3,old=1", "A100-40GB=3,RTX 3090=1", "A100=3,*=1", "[3,3,1,1]"])
 def test_shares_are_those_of_hosts_and_devices_of_the_plan(files, capsys, shares):
     assert planned(capsys, *DESCRIBED, "--shares", shares)["samples_by_rank"] == [[2, 96], [2, 32]]
@@ -78,6 +85,8 @@ def test_the_command_trains_as_many_samples_as_were_planned(files, capsys):
     (["--samples", "many"], "--samples is 'many'"),
     (["--samples"], "--samples has no value"),
     (["--budget", "-1"], "--budget is '-1'"),
+    (["--mtbf", "never"], "--mtbf is 'never'"),
+    (["--samples", "100", "--sync_batchnorm", "true"], "sync_batchnorm with a described model"),
     (["--samples", "100", "--global_batch", "2"], "global_batch 2 for 4 ranks"),
     ([], "number of samples to train is not known"),
     (["--samples", "100", "--precision", "bf16", "--data_parallel.name", "zero", "--data_parallel.stage", "auto"],

@@ -11,7 +11,7 @@ from hvdtrain.core.errors import UserError
 WHOLE = """
 currency: EUR
 hosts:
-- {name: a.cluster, devices: "2 x A100-40GB + 2 x RTX 3090", price_per_hour: 8.5, power_w: 300}
+- {name: a.cluster, devices: "2 x A100-40GB + 2 x RTX 3090", price_per_hour: 8.5, power_w: 300, mtbf_hours: 500}
 - {name: "spot*", devices: mine, count: 3}
 links: {between_hosts_gbit: 25, within_host_GBps: 64}
 devices:
@@ -24,7 +24,8 @@ def test_a_file_with_every_key(tmp_path):
     path.write_text(WHOLE)
     found = inventory.read(str(path))
     first, spot = found.hosts
-    assert first == InventoryHost("a.cluster", ((2, "A100-40GB"), (2, "RTX 3090")), 8.5, 300) and first.ranks == 4
+    assert first == InventoryHost("a.cluster", ((2, "A100-40GB"), (2, "RTX 3090")), 8.5, 300, 1, 500)
+    assert first.ranks == 4
     assert spot == InventoryHost("spot*", ((1, "mine"),), count=3)
     assert found.links == InventoryLinks(25, 64) and found.currency == "EUR"
     assert found.devices == {"mine": InventoryDevice("mine", 24, {"bf16": 312e12}, 900, 350)}
@@ -48,6 +49,7 @@ def test_a_file_with_every_key(tmp_path):
     ("hosts: [{name: a, devices: CPU, price_per_hour: true}]", "price_per_hour is true"),
     ("hosts: [{name: a, devices: CPU}, {name: A, devices: CPU}]", "host 'a' twice"),
     ("hosts: [{name: a, devices: CPU, count: 0}]", "count is 0"),
+    ("hosts: [{name: a, devices: CPU, mtbf_hours: 0}]", "mtbf_hours is 0"),
     ("hosts: [{name: a, devices: 60000 x CPU, count: 2}]", "over 65,536 devices"),
     ("{hosts: [{name: a, devices: CPU}], links: {between_hosts_gbit: 0}}", "between_hosts_gbit is 0"),
     ("{hosts: [{name: a, devices: CPU}], devices: {x: {flops: {int3: 1}}}}", "key 'int3'"),

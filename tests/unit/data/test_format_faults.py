@@ -46,6 +46,37 @@ def test_numbers_that_do_not_fit_are_no_other_numbers(tmp_path):
         resolve("jsonl", {"files": str(path), "mean": 0.5}, "train")
 
 
+def test_a_column_of_whole_numbers_and_others_is_cast_by_y_dtype(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"x": [1, 2], "y": 3}\n{"x": [3, 4], "y": 0.5}\n')
+    with pytest.raises(UserError, match="y is float32 .*in the first sample int64.*(?s:.)*data.args.y_dtype: float32"):
+        everything(resolve("jsonl", {"files": str(path)}, "train"))
+    y = everything(resolve("jsonl", {"files": str(path), "y_dtype": "float32"}, "train"))[1]
+    assert y.dtype == np.float32 and y.tolist() == [3, 0.5]
+    with pytest.raises(Unreadable, match="sample 1 .*y holds 0.5, which is no int8 of data.args.y_dtype"):
+        everything(resolve("jsonl", {"files": str(path), "y_dtype": "int8"}, "train"))
+    with pytest.raises(UserError, match="data.args.y_dtype is 'str'"):
+        resolve("jsonl", {"files": str(path), "y_dtype": "str"}, "train")
+
+
+@PARQUET
+def test_unpacked_parquet_has_a_bound_and_a_damaged_file_is_unpacked_again(tmp_path):
+    args = {"files": write_shards(tmp_path / "p", "parquet", X, Y, 2)}
+    resolve("parquet", args, "train")
+    first, second = sorted((tmp_path / "p").rglob("*.arrow"))
+    whole, stat = first.read_bytes(), first.stat()
+    first.write_bytes(whole[:700] + b"\xff" * 4 + whole[704:])
+    os.utime(first, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    x = everything(resolve("parquet", args, "train"))[0]
+    assert np.array_equal(x, X.reshape(N, -1)) and first.read_bytes() == whole
+    first.unlink()
+    bound = (second.stat().st_size + 100) / 2**30
+    with pytest.raises(UserError, match="Arrow files in .* and data.args.cache_gib allows"):
+        resolve("parquet", {**args, "cache_gib": bound}, "train")
+    assert sorted((tmp_path / "p").rglob("*.arrow*")) == [second]
+    resolve("parquet", {**args, "cache_gib": 2 * bound}, "train")
+
+
 def test_a_stale_index_in_a_folder_that_is_not_writable_gives_way(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     pattern = write_shards(tmp_path / "d", "jsonl", X, Y, 1)

@@ -3,6 +3,7 @@
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -181,6 +182,28 @@ def test_a_wait_has_a_bound_only_while_the_rank_needs_the_rows():
     with host.waiting():
         thread.join(5)
     assert not thread.is_alive() and "rank 0 reads for this host" in errors[0]
+
+
+def test_a_reader_that_hangs_is_waited_for_no_longer_than_the_bound(monkeypatch):
+    """The rank asks for its rows just after the fetching thread has begun to wait for them."""
+    now = [0.0]
+    monkeypatch.setattr("hvdtrain.data.host_reader.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Silent:
+        ranks, timeout_s = [0, 1], 10.0
+
+        def take(self, source, tag):
+            return self
+
+        def wait(self):
+            now[0] += self.timeout_s
+            host.wanted_since = 1.0
+            raise WaitTimeout("no message")
+
+    host = HostReader(Silent(), 1, {0: 0, 1: 1}, 10.0)
+    with pytest.raises(WaitTimeout, match="rank 1 waited 10 s for its rows"):
+        next(host.rows(1))
+    assert 11 <= now[0] <= 12.5
 
 
 def test_a_replay_is_announced_and_a_stream_that_can_seek_has_none():

@@ -7,11 +7,13 @@ import pytest
 from feed_ranks import numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_runs import config, fitted, make_model, samples, solo
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.data.pictures import Normalisation
 from hvdtrain.data.sets.mixture import Mixture, make
 from hvdtrain.data.sources import ArraySource, Unreadable
+from hvdtrain.engine import summary
 
 
 def of_tens(sizes):
@@ -126,3 +128,11 @@ def test_an_unreadable_sample_is_named_by_its_number_in_the_mixture():
     with pytest.raises(Unreadable, match="sample 2 of source 0") as error:
         mixture.fetch_in(np.arange(4), 0)
     assert order[error.value.number] == 2
+
+
+def test_a_mixture_is_verified_by_its_places_since_samples_may_repeat(tmp_path):
+    x, y = samples(10)
+    run = solo(config(out=str(tmp_path), epochs=2, global_batch=8), make_model("numpy"),
+               Mixture([ArraySource((x, y)), ArraySource((x, y))], [3, 1], 24))
+    assert fitted(run).ledger["unit"] == "place of the mixture"
+    assert dict(summary._ledger(run.ledger))["samples"] == "each place of the mixture exactly once in 2 epochs"

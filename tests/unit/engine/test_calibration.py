@@ -14,7 +14,7 @@ from hvdtrain.planning.hardware.rates import Calibration
 from hvdtrain.planning.linear import LinearTime, Link
 
 MADE = Calibration("NVIDIA X 40GB", "bf16", 4, 2, LinearTime(1e-3, 2e-4), (8, 16), 3e-3, 0.06, "shared", False,
-                   Link(1e-5, 1e-10), Link(2e-5, 1e-9), {"fp16": (1e-3, 0.5)}, (0.1, 2.0), 5e-4, "",
+                   Link(1e-5, 1e-10), Link(2e-5, 1e-9), {"fp16": (1e-3, 0.5)}, (0.1, 2.0), 5e-4, 0.25, "",
                    "2026-01-01T00:00:00+00:00")
 
 
@@ -37,7 +37,7 @@ def test_a_calibration_is_read_back_by_device_and_workload(cache):
 
 
 @pytest.mark.parametrize("change", [
-    {"line": [0.0, 0.0]}, {"line": [-1.0, 1.0]}, {"line": ["a", 1.0]}, {"sizes": []}, {"error": 2.0},
+    {"line": [0.0, 0.0]}, {"line": [-1.0, 1.0]}, {"line": ["a", 1.0]}, {"sizes": []}, {"error": 2.0}, {"late": 1.5},
     {"within": [1.0]}, {"codecs": 3}, {"save_s": None}, {"local": "four"}])
 def test_a_damaged_entry_is_left_out(cache, change):
     calibration.keep(MADE, "model")
@@ -67,6 +67,19 @@ def test_what_a_run_took_corrects_the_next_plan(cache):
     step_history.add("mine-steps", StepRow(16, 1, 50 * MADE.line.seconds(16, 1), 5e-3, 0.0))
     found, = calibration.known(MADE.device, "model")
     assert found.line.seconds(16, 1) == pytest.approx(calibration.MOST_FACTOR * MADE.line.seconds(16, 1))
+
+
+def test_buckets_that_leave_late_are_measured():
+    """Of a step of 18 ms with 12 ms of backward: two equal buckets of four, and when the first one should leave."""
+    buckets = [SimpleNamespace(index=i, nbytes=100) for i in range(4)]
+    even = {i: 6e-3 + 3e-3 * (i + 1) for i in range(4)}
+    for late, micros in ((0.0, 1), (0.5, 1), (1.0, 1), (0.5, 2)):
+        begin = 18e-3 * (1 - 1 / micros)
+        put_s = {i: begin + (6e-3 + late * 12e-3 + (1 - late) * (s - 6e-3)) / micros for i, s in even.items()}
+        assert calibration._late(buckets, put_s, 18e-3, micros) == pytest.approx(late)
+    reverse = {i: 18e-3 - 1e-3 * i for i in range(4)}
+    assert calibration._late(buckets, reverse, 18e-3, 1) == pytest.approx(1.0)
+    assert calibration._late(buckets, {}, 18e-3, 1) == calibration._late(buckets[:1], {0: 0.0}, 18e-3, 1) == 0.0
 
 
 def test_a_calibration_is_of_the_work_that_was_measured():

@@ -1,5 +1,6 @@
 """Plans for hardware that is not here: catalogue, rates, estimates and alternatives."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -43,6 +44,8 @@ def explored(hosts, settings, known, samples=10**6, wishes=None):
 @pytest.mark.parametrize("device", [d for d in CATALOGUE.devices.values() if d.name != "CPU"], ids=lambda d: d.name)
 def test_every_figure_of_the_catalogue_has_a_source(device):
     assert device.source.startswith("https://") and device.memory_bytes and device.bandwidth_Bps and device.power_w
+    assert all(link.startswith("https://") for link in device.sources.values())
+    assert {*device.sources, *device.unconfirmed} <= device.flops.keys()
     assert device.flops["fp32"] <= device.flops.get("tf32", device.flops["fp16"]) <= device.flops["fp16"]
     for kind, peak in device.flops.items():  # one truth: the utilisation of a run has a table of its own
         tflops = machine.peak_tflops(device.name.replace("-", " ").removesuffix("GB"), kind)
@@ -70,6 +73,43 @@ def test_one_device_is_arithmetic():
     assert found.cost == pytest.approx(3 * found.hours) and found.energy_kwh == pytest.approx(0.4 * found.hours)
     assert found.efficiency == pytest.approx(1.0) and found.fits is True
     assert found.assumed and found.low_s is found.high_s is None and "40 %" in found.assumptions[0]
+
+
+def test_the_last_batch_of_an_epoch_is_smaller():
+    """40 samples an epoch in batches of 16: two whole batches and one of 8; of 100 samples a last one of 4."""
+    guess = replace(GUESS, overhead_s=1.0)
+    found = {n: estimate([host("a", A100, 1)], TrainingSettings(n, "bf16"), rates(guess=guess), 0).mid_s
+             for n in (16, 8, 4)}
+    whole = TrainingSettings(16, "bf16", epoch_samples=40)
+    hours = estimate([host("a", A100, 1)], whole, rates(guess=guess), 100).hours
+    assert hours == pytest.approx((5 * found[16] + 2 * found[8] + found[4]) / 3600)
+
+
+def test_hours_have_restarts_and_the_work_since_the_last_save():
+    """Daly's formula, with the failures of three hosts, of which one is not known to fail."""
+    hosts = [replace(host(f"n{i}", A100, 1, 1.0), mtbf_hours=hours) for i, hours in enumerate((2.0, 6.0, None))]
+    settings = TrainingSettings(256, "bf16", save_every_s=600.0, restart_s=120.0)
+    plain = estimate([replace(one, mtbf_hours=None) for one in hosts], settings, rates(), 10**8)
+    found = estimate(hosts, settings, rates(), 10**8)
+    mtbf_s = 3600 / (1 / 2 + 1 / 6)
+    factor = mtbf_s * math.exp(120 / mtbf_s) * math.expm1(600 / mtbf_s) / 600
+    assert found.hours == pytest.approx(factor * plain.hours) and plain.failures is None
+    assert found.failures == pytest.approx(found.hours * 3600 / mtbf_s)
+    assert found.cost == pytest.approx(3 * found.hours) and found.parts["restarts"] > 0 == plain.parts["restarts"]
+    auto = replace(settings, save_every_s=0.0, save_auto=True)
+    often = estimate(hosts, auto, rates(), 10**8)
+    assert plain.hours < often.hours < found.hours  # each minute, where a save costs nothing
+    with pytest.raises(UserError, match="fail so often"):
+        estimate([replace(one, mtbf_hours=1e-4) for one in hosts], settings, rates(), 10**8)
+
+
+def test_sync_batchnorm_adds_its_sums_on_assumed_devices():
+    facts = SMALL.facts
+    known = replace(SMALL, facts=replace(facts, model=replace(facts.model, norm_channels=(64, 128))))
+    guess = replace(GUESS, latency_s=1e-3)
+    plain, synced = (estimate([host("a", A100, 2)], TrainingSettings(64, "bf16", sync_batchnorm=sync),
+                              rates(known, guess), 0).parts["exchange"] for sync in (False, True))
+    assert synced - plain == pytest.approx(4e-3 + 8 * 5 * 192 / A100.host_link_Bps)  # two ranks send a vector each
 
 
 def test_a_price_or_power_that_is_unknown_leaves_cost_and_energy_out():

@@ -3,6 +3,7 @@
 import pytest
 
 from hvdtrain.planning.linear import Link
+from hvdtrain.planning.simulator import short_of_cores
 from hvdtrain.planning.transport_choice import (
     MeasuredTransport,
     TransportCost,
@@ -16,7 +17,6 @@ from hvdtrain.planning.transport_choice import (
     doubt,
     estimate,
     rationed,
-    short_of_cores,
     table,
 )
 

@@ -179,6 +179,15 @@ def test_a_data_loader_gives_its_dataset_order_and_collation():
     assert torch.equal(next(iter(batches))["number"], torch.arange(BATCH))
 
 
+def test_a_stateful_loader_of_torchdata_is_read_as_a_data_loader():
+    loader = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    (batches,) = loaders([1.0], loader.StatefulDataLoader(TensorDataset(NUMBERS), 4, shuffle=True), seed=3)
+    (plain,) = loaders([1.0], NUMBERS, seed=3)
+    assert [row[0].tolist() for row in batches] == [row.tolist() for row in plain]
+    (batches,) = loaders([1.0], loader.StatefulDataLoader(TensorDataset(NUMBERS), 4))
+    assert next(iter(batches))[0].tolist() == list(range(BATCH))
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         return iter(range(9))

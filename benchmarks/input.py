@@ -31,7 +31,8 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
 
-CONTENDERS = {"hvdtrain": "PIL", "dataloader": "torch", "tfdata": "tensorflow", "datasets": "datasets"}
+CONTENDERS = {"hvdtrain": "PIL", "dataloader": "torch", "tfdata": "tensorflow", "webdataset": "webdataset",
+              "datasets": "datasets"}
 """Name -> the package without which it is left out."""
 
 OWN = "hvdtrain"
@@ -87,9 +88,9 @@ def _measured(args: argparse.Namespace, kind: str, names: Sequence[str], scratch
 
 def _parser() -> cli.Parser:
     parser = cli.Parser("benchmarks input",
-                            "Read pictures and tokens in several formats with hvdtrain, torch's DataLoader, tf.data "
-                            "and datasets, on several numbers of ranks of this machine. Not to be started under "
-                            "mpirun.")
+                            "Read pictures and tokens in several formats with hvdtrain, torch's DataLoader, tf.data, "
+                            "webdataset and datasets, on several numbers of ranks of this machine. Not to be started "
+                            "under mpirun.")
     add, whole = parser.add_argument, cli.whole
     add("--readers", type=cli.some_of("--readers", CONTENDERS), default=list(CONTENDERS), metavar="A,B,...",
         help=f"{', '.join(CONTENDERS)}; all that are installed")

@@ -19,7 +19,7 @@ CLASSES = 10
 CONTEXT = 512  # tokens of a sequence
 SHARD = 500  # samples of a file
 
-FORMATS = {"folder": ("hvdtrain", "dataloader", "tfdata"), "tar": ("hvdtrain", "dataloader"),
+FORMATS = {"folder": ("hvdtrain", "dataloader", "tfdata"), "tar": ("hvdtrain", "dataloader", "webdataset"),
            "tfrecord": ("hvdtrain", "tfdata"), "parquet": ("hvdtrain", "datasets"),
            "tokens": ("hvdtrain", "dataloader"), "stream": ("hvdtrain", "dataloader")}
 """Format -> who reads it. ``stream``: the folder, as a torch IterableDataset that decodes."""

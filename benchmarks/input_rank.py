@@ -1,8 +1,8 @@
-"""A rank of ``benchmarks input``: read whole epochs of one format in one of four ways.
+"""A rank of ``benchmarks input``: read whole epochs of one format in one of five ways.
 
-The ways of others are in `benchmarks.peers`: `dataloader`, `tfdata`, `datasets`. Pictures are float32 (B, H, W, 3) in
-[0, 1] with class numbers, tokens int64 (B, T). A decode is counted where it is done: one byte more in a file that all
-processes of the job append to; tf.data's are those samples that come out of its map.
+The ways of others are in `benchmarks.peers`: `dataloader`, `tfdata`, `webdataset`, `datasets`. Pictures are float32
+(B, H, W, 3) in [0, 1] with class numbers, tokens int64 (B, T). A decode is counted where it is done: one byte more in a
+file that all processes of the job append to; tf.data's are those samples that come out of its map.
 """
 
 from __future__ import annotations

@@ -28,9 +28,8 @@ def read(args: argparse.Namespace, control: Any, decodes: Decodes) -> tuple[int,
     if args.format in ("tar", "stream"):
         stream: Any
         if args.format == "tar":
-            shards = sorted(map(str, Path(args.root).glob("*.tar")))
+            shards, n = tars(args.root)
             stream = DividedFiles(shards, tar_rows, decodes, control.rank, control.size)
-            n = sum(len(tarfile.open(shard).getnames()) // 2 for shard in shards)
         else:
             pairs = list(zip(*files_of(args.root)))
             stream = DividedFiles(pairs, lambda pair: [pair], decodes, control.rank, control.size)
@@ -86,6 +85,12 @@ class Tokens(Dataset):
     def __getitem__(self, i: int) -> tuple[Any, Any]:
         self.decodes.add(1)
         return torch.from_numpy(np.array(self.x[i])), torch.from_numpy(np.array(self.y[i]))
+
+
+def tars(root: str) -> tuple[list[str], int]:
+    """Return the tars of a folder and the samples in them."""
+    shards = sorted(map(str, Path(root).glob("*.tar")))
+    return shards, sum(len(tarfile.open(shard).getnames()) // 2 for shard in shards)
 
 
 def tar_rows(shard: str) -> Iterator[tuple[bytes, int]]:

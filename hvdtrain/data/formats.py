@@ -239,6 +239,8 @@ class ShardFormat:
 
     kind: ClassVar[str]
     endings: ClassVar[str]
+    together: ClassVar[int] = 0
+    """Bytes of samples that are read before `damaged` looks at them together."""
 
     def names(self, path: str) -> list[str]:
         """Return the columns of the first sample; [] for a shard without samples. `Damage`: it cannot be read."""
@@ -252,8 +254,16 @@ class ShardFormat:
         """Return what `values` reads from."""
         return open(path, "rb", buffering=0)
 
-    def values(self, file: Any, place_k: np.ndarray, names: tuple[str, ...]) -> Sequence[Any]:
-        """Return the values of one sample. `Damage`: it cannot be read."""
+    def read(self, file: Any, place_k: Sequence[int]) -> Any:
+        """Return what a file holds of one sample. `Damage`: it cannot be read."""
+        return read_at(file, place_k[0], place_k[1])
+
+    def damaged(self, found: Sequence[Any]) -> dict[int, str]:
+        """Return position -> reason of those samples that `read` has returned and whose checksums are wrong."""
+        return {}
+
+    def values(self, found: Any, names: tuple[str, ...]) -> Sequence[Any]:
+        """Return the values of a sample that `read` has returned. `Damage`: it is none."""
         raise NotImplementedError
 
     def identity(self, names: tuple[str, ...]) -> str:
@@ -308,22 +318,40 @@ class ShardSource(FormatSource):
         """Yield rows in the order of the files, each of which is checked after it was read."""
         shards_n = np.searchsorted(self._ends, rows_n, side="right")
         order = np.argsort(rows_n, kind="stable").tolist()
+        places = self._places[rows_n].tolist()
+        read, nbytes = list[tuple[int, Any]](), 0
         for shard, group in itertools.groupby(order, lambda at: int(shards_n[at])):
             file = self._file(shard)
             for at in group:
-                yield at, self._value(shard, file, int(rows_n[at]))
+                found = self._read(shard, file, places[at])
+                if isinstance(found, Damage):
+                    yield at, found
+                else:
+                    read.append((at, found))
+                    nbytes += places[at][1]
             self._check_shard(shard)
+            if nbytes >= self._form.together:
+                yield from self._parsed(read)
+                read, nbytes = [], 0
+        yield from self._parsed(read)
 
-    def _value(self, shard: int, file: Any, row: int) -> Sequence[Any] | Damage:
-        place_k = self._places[row]
+    def _read(self, shard: int, file: Any, place_k: list[int]) -> Any:
         if place_k[1] < 0:
-            return Damage(self._damaged[shard][int(place_k[0])])
+            return Damage(self._damaged[shard][place_k[0]])
         try:
-            return self._form.values(file, place_k, self._names)
+            return self._form.read(file, place_k)
         except Damage as damage:
             return damage
         except OSError as error:
             return Damage(error.strerror or str(error))
+
+    def _parsed(self, read: Sequence[tuple[int, Any]]) -> Iterator[tuple[int, Sequence[Any] | Damage]]:
+        wrong = self._form.damaged([found for _, found in read])
+        for i, (at, found) in enumerate(read):
+            try:
+                yield at, Damage(wrong[i]) if i in wrong else self._form.values(found, self._names)
+            except Damage as damage:
+                yield at, damage
 
     def _file(self, shard: int) -> Any:
         """Return the open file of a shard; the `_MOST_OPEN` used last stay open."""
@@ -341,14 +369,11 @@ class ShardSource(FormatSource):
         self._files.move_to_end(shard)
         return file
 
-    def _shard(self, row: int) -> int:
-        return int(np.searchsorted(self._ends, row, side="right"))
-
     def _place(self, row: int) -> str:
-        return f"{self._paths[self._shard(row)]}, byte {self._places[row, 0]}"
+        return f"{self._paths[np.searchsorted(self._ends, row, side='right')]}, byte {self._places[row, 0]}"
 
     def _check(self, row: int) -> None:
-        self._check_shard(self._shard(row))
+        self._check_shard(int(np.searchsorted(self._ends, row, side="right")))
 
     def _check_shard(self, shard: int) -> None:
         if Stamp.of(self._paths[shard]) != self._stamps[shard]:
@@ -363,16 +388,3 @@ def read_at(file: Any, offset: int, n: int) -> bytes:
     if len(found) < n:
         raise Damage(f"the file ends {n - len(found)} bytes before the sample does")
     return found
-
-
-_PACKED = {b"\x1f\x8b": "gzip", b"(\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
-
-
-def refuse_packed(path: str) -> None:
-    """Raise `UserError` for a compressed file, in which no sample can be sought."""
-    with open(path, "rb") as file:
-        start = file.read(6)
-    packed = next((name for mark, name in _PACKED.items() if start.startswith(mark)), "")
-    if packed:
-        raise UserError(f"{path} is compressed with {packed}, so that single samples cannot be read",
-                        "an uncompressed file (pictures are compressed already)", "decompress it")

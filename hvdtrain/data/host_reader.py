@@ -25,7 +25,9 @@ _WORDS = 8
 """Numbers at the start of a message: number of the walk, kind, n, checksum, low, high, bytes of the rest's description;
 one is free."""
 MOST_AHEAD = 48
-"""Batches that a reader may be ahead of the others of its host, which have to have room for its messages."""
+"""Batches that a reader may fetch before it needs them: the others of its host have to have room for its messages."""
+_MORE = 8
+"""Messages beyond these that may be under way: of an evaluation, in which ranks wait for each other at its end only."""
 
 
 SIGNS = 8
@@ -33,13 +35,17 @@ SIGNS = 8
 
 
 class Rows(NamedTuple):
-    """Rows [low, high) of a global batch of ``n`` samples, and the ``check``sum of the whole batch."""
+    """Rows [low, high) of the ``n`` samples that a reader has read for a step, and the ``check``sum of all of them.
+
+    ``runs``: numbers of the ``n`` samples (`hvdtrain.data.stream.RowQueue.take`).
+    """
 
     n: int
     check: int
     low: int
     high: int
     arrays: Arrays
+    runs: Sequence[tuple[int, int]]
 
 
 class HostReader:
@@ -47,16 +53,20 @@ class HostReader:
 
     A walk through the stream has a number, the same on all ranks, which each message carries: what an abandoned walk
     has left in the memory is dropped. ``wanted_since``: when this rank began to wait for its next batch; None while it
-    computes, evaluates or saves, so that the wait of a fetching thread has no bound then.
+    computes, evaluates or saves, so that the wait of a fetching thread has no bound then. ``ahead``: batches that each
+    rank fetches before it needs them.
     """
 
-    def __init__(self, carrier: SharedCarrier, rank: int, places: Mapping[int, int], timeout_s: float) -> None:
+    def __init__(self, carrier: SharedCarrier, rank: int, places: Mapping[int, int], timeout_s: float,
+                 ahead: int = MOST_AHEAD) -> None:
         self.reader = min(carrier.ranks)
         self.reads = rank == self.reader
         self.ranks = sorted(carrier.ranks)
         self.wanted_since: float | None = None
-        self._carrier, self._rank, self._timeout_s = carrier, rank, timeout_s
+        self._carrier, self._rank, self._timeout_s, self._room = carrier, rank, timeout_s, ahead + _MORE
         self._said = self._heard = time.monotonic()
+        if not self.reads:
+            carrier.timeout_s = timeout_s / SIGNS  # so that `rows` looks often at how long it has waited
         self._others = [(other, places[other]) for other in self.ranks if other != rank] if self.reads else []
 
     @contextlib.contextmanager
@@ -90,11 +100,12 @@ class HostReader:
                 self._put(rank, (number, kind, 0, 0, 0, 0, len(text)), [np.frombuffer(text, np.uint8)])
 
     def send(self, number: int, parts: list[Arrays], n: int, check: int,
-             bounds: Callable[[int], tuple[int, int]]) -> None:
-        """Give each other rank its rows of a global batch of ``n``; ``bounds``: place in the cut -> rows [low, high).
+             bounds: Callable[[int], tuple[int, int]], runs: Sequence[tuple[int, int]] = ()) -> None:
+        """Give each other rank its rows of the ``n`` of a step, numbered ``runs``; ``bounds``: place in the cut ->
+        rows [low, high).
         """
         self._said = time.monotonic()
-        text = pickle.dumps([(array.dtype, array.shape[1:]) for array in parts[0]])
+        text = pickle.dumps(([(array.dtype, array.shape[1:]) for array in parts[0]], runs))
         for rank, place in self._others:
             low, high = bounds(place)
             rows = [one for column in zip(*between(parts, low, high)) for one in _contiguous(column)]
@@ -130,12 +141,13 @@ class HostReader:
                 raise UserError(got, expected, do).of_kind(kind)
             if words[1] == _END:
                 return
-            yield Rows(n, check, low, high, _arrays(message, at + _padded(nbytes), what, high - low))
+            layout, runs = what
+            yield Rows(n, check, low, high, _arrays(message, at + _padded(nbytes), layout, high - low), runs)
 
     def _put(self, rank: int, words: tuple[int, ...], parts: list[np.ndarray]) -> None:
         head = np.zeros(_WORDS, np.int64)
         head[:len(words)] = words
-        self._carrier.put([head.view(np.uint8), *parts], rank, _TAG)
+        self._carrier.put([head.view(np.uint8), *parts], rank, _TAG, self._room)
 
     def _next(self) -> np.ndarray:
         message = self._carrier.take(self.reader, _TAG)

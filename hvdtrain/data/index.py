@@ -127,3 +127,16 @@ def _read(target: Path, head: dict[str, Any]) -> Index | None:
             places_nk = np.frombuffer(text, "<i8", offset=end + 1).reshape(row["shape"])
             return Index(places_nk, {int(k): v for k, v in row["damaged"].items()}, row["more"])
     return None
+
+
+_PACKED = {b"\x1f\x8b": "gzip", b"(\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+
+
+def refuse_packed(path: str) -> None:
+    """Raise `UserError` for a compressed file, in which no sample can be sought."""
+    with open(path, "rb") as file:
+        start = file.read(6)
+    packed = next((name for mark, name in _PACKED.items() if start.startswith(mark)), "")
+    if packed:
+        raise UserError(f"{path} is compressed with {packed}, so that single samples cannot be read",
+                        "an uncompressed file (pictures are compressed already)", "decompress it")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.cells import Damage
-from hvdtrain.data.formats import ShardFormat, read_at, refuse_packed, source_of
-from hvdtrain.data.index import Index
+from hvdtrain.data.formats import ShardFormat, read_at, source_of
+from hvdtrain.data.index import Index, refuse_packed
 from hvdtrain.data.sources import Source
 
 _PIECE = 1 << 22  # bytes that are searched for ends of lines at a time
@@ -51,8 +51,8 @@ class JsonlFormat(ShardFormat):
             blank = [i for i in short if not read_at(file, *map(int, places_nk[i])).strip()]
         return Index(np.delete(places_nk, blank, axis=0))
 
-    def values(self, file: Any, place_k: np.ndarray, names: tuple[str, ...]) -> Sequence[Any]:
-        row = _row(read_at(file, int(place_k[0]), int(place_k[1])))
+    def values(self, found: bytes, names: tuple[str, ...]) -> Sequence[Any]:
+        row = _row(found)
         return [row.get(name) for name in names]
 
 

@@ -102,9 +102,12 @@ class ParquetFormat(ShardFormat):
     def open(self, path: str, target: Path) -> Any:
         return MappedArrow(_unpacked(target))
 
-    def values(self, file: Any, place_k: np.ndarray, names: tuple[str, ...]) -> Sequence[Any]:
-        _, batch, row = place_k.tolist()
-        return [value_of(column[row]) for column in file.columns(batch)]
+    def read(self, file: Any, place_k: Sequence[int]) -> list[Any]:
+        _, batch, row = place_k
+        return [column[row] for column in file.columns(batch)]
+
+    def values(self, found: list[Any], names: tuple[str, ...]) -> Sequence[Any]:
+        return [value_of(scalar) for scalar in found]
 
 
 class MappedArrow:

@@ -10,14 +10,14 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hvdtrain.data.cells import Damage
-from hvdtrain.data.crc32c import masked
-from hvdtrain.data.formats import ShardFormat, read_at, refuse_packed, source_of
-from hvdtrain.data.index import Index
+from hvdtrain.data.crc32c import masked, masked_each
+from hvdtrain.data.formats import ShardFormat, read_at, source_of
+from hvdtrain.data.index import Index, refuse_packed
 from hvdtrain.data.sources import Source
 
 _HEAD, _CRC = struct.Struct("<QI"), struct.Struct("<I")
@@ -32,7 +32,7 @@ def make(split: str, **args: Any) -> Source | None:
 class TfrecordFormat(ShardFormat):
     """Records of tf.Example. A place: the byte where the record begins, the length of its data."""
 
-    kind, endings = "tfrecord", "TFRecord files, such as 'DIR/*.tfrecord'"
+    kind, endings, together = "tfrecord", "TFRecord files, such as 'DIR/*.tfrecord'", 1 << 22
 
     def names(self, path: str) -> list[str]:
         refuse_packed(path)
@@ -42,7 +42,10 @@ class TfrecordFormat(ShardFormat):
         if index.damaged:
             raise Damage(next(iter(index.damaged.values())))
         with self.open(path, Path()) as file:
-            return list(_features(_data(file, index.places_nk[0])))
+            found = self.read(file, index.places_nk[0].tolist())
+            if wrong := self.damaged([found]):
+                raise Damage(wrong[0])
+            return list(_features(found[:-_CRC.size]))
 
     def scan(self, path: str, names: tuple[str, ...], target: Path, most: int = 0) -> Index:
         """Return the places of all records, or of the first ``most``."""
@@ -65,59 +68,69 @@ class TfrecordFormat(ShardFormat):
                 return Index(np.array([*places, (at, -1)], np.int64), {at: why})
         return Index(np.array(places, np.int64).reshape(-1, 2))
 
-    def values(self, file: Any, place_k: np.ndarray, names: tuple[str, ...]) -> Sequence[Any]:
-        found = _features(_data(file, place_k), names)
-        return [found.get(name) for name in names]
+    def read(self, file: Any, place_k: Sequence[int]) -> bytes:
+        return read_at(file, place_k[0] + _HEAD.size, place_k[1] + _CRC.size)
 
+    def damaged(self, found: Sequence[bytes]) -> dict[int, str]:
+        crcs = masked_each([each[:-_CRC.size] for each in found])
+        return {i: "its checksum is wrong" for i, (each, crc) in enumerate(zip(found, crcs))
+                if crc != _CRC.unpack(each[-_CRC.size:])[0]}
 
-def _data(file: Any, place_k: np.ndarray) -> bytes:
-    at, length = place_k.tolist()
-    found = read_at(file, at + _HEAD.size, length + _CRC.size)
-    data = found[:length]
-    if masked(data) != _CRC.unpack(found[length:])[0]:
-        raise Damage("its checksum is wrong")
-    return data
+    def values(self, found: bytes, names: tuple[str, ...]) -> Sequence[Any]:
+        features = _features(found[:-_CRC.size], names)
+        return [features.get(name) for name in names]
 
 
 def _features(data: bytes, names: Sequence[str] = ()) -> dict[str, Any]:
     """Return the features of a tf.Example by name: bytes, or an array, of one value a number. ``names``: only these."""
     try:
         found = {}
-        for number, features in _fields(memoryview(data)):
-            for _, entry in _fields(features) if number == 1 else ():
-                pair = dict(_fields(entry))
-                name = bytes(pair[1]).decode()
+        for number, start, stop in _fields(data, 0, len(data)):
+            for _, entry, end in _fields(data, start, stop) if number == 1 else ():
+                pair = {key: (at, last) for key, at, last in _fields(data, entry, end)}
+                name = _text(data, *pair[1]).decode()
                 if not names or name in names:
-                    found[name] = _feature(pair.get(2, memoryview(b"")))
+                    found[name] = _feature(data, *pair.get(2, (0, 0)))
         return found
     except (IndexError, KeyError, ValueError, TypeError, struct.error) as error:
         raise Damage(f"it is no tf.Example: {error or type(error).__name__}") from None
 
 
-def _feature(data: memoryview) -> Any:
-    for number, values in _fields(data):
+def _feature(data: bytes, start: int, stop: int) -> Any:
+    for number, at, end in _fields(data, start, stop):
         if number == 1:
-            texts = [bytes(value) for _, value in _fields(values)]
+            texts = [_text(data, low, high) for _, low, high in _fields(data, at, end)]
             return texts[0] if len(texts) == 1 else texts or None
-        found = [_numbers(value, number) for _, value in _fields(values)]
-        array = np.concatenate(found) if found else np.zeros(0, np.int64)
+        found = [_numbers(data, low, high, number) for _, low, high in _fields(data, at, end)]
+        array = found[0] if len(found) == 1 else np.concatenate(found) if found else np.zeros(0, np.int64)
         return (array[0] if len(array) == 1 else array) if len(array) else None
     return None
 
 
-def _numbers(value: Any, number: int) -> np.ndarray:
+T = TypeVar("T", bytes, memoryview)
+
+
+def _text(data: T, start: int, stop: int) -> T:
+    if stop < 0:
+        raise ValueError("a whole number in place of bytes")
+    return data[start:stop]
+
+
+def _numbers(data: bytes, start: int, stop: int, number: int) -> np.ndarray:
     """Return a packed list, or one value that is not packed, of floats (``number`` 2) or whole numbers (3)."""
     if number == 2:
-        return np.frombuffer(value, "<f4").astype(np.float32)
-    if isinstance(value, int):
-        return np.array([value], np.uint64).view(np.int64)
-    if len(value) <= _SHORT:
-        found, at = list[int](), 0
-        while at < len(value):
-            number, at = _varint(value, at)
-            found.append(number)
+        return np.frombuffer(_text(memoryview(data), start, stop), "<f4").astype(np.float32)
+    if stop < 0:
+        return np.array([start], np.uint64).view(np.int64)
+    if stop - start <= _SHORT:
+        found, at = list[int](), start
+        while at < stop:
+            value, at = _varint(data, at)
+            found.append(value)
+        if at > stop:
+            raise ValueError("a whole number is cut off")
         return np.array(found, np.uint64).view(np.int64)
-    octets = np.frombuffer(value, np.uint8)
+    octets = np.frombuffer(data, np.uint8, stop - start, start)
     last = np.flatnonzero(octets < 128)
     if not len(last) or last[-1] != len(octets) - 1:
         raise ValueError("a whole number is cut off")
@@ -127,36 +140,44 @@ def _numbers(value: Any, number: int) -> np.ndarray:
     return np.add.reduceat(words, starts).view(np.int64)
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
-    """Yield (number, value) of a protocol buffer: an int, or the bytes of a length-delimited or fixed-width field."""
-    at = 0
-    while at < len(data):
+def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (number, first byte, end) of each field of the protocol buffer ``data[at:end]``; (number, value, -1) of an
+    int. Offsets and no views: each of them would be one more object to make.
+    """
+    if end < 0:
+        raise ValueError("a whole number in place of a message")
+    while at < end:
         tag, at = _varint(data, at)
         kind = tag & 7
         if kind == 0:
             value, at = _varint(data, at)
-            yield tag >> 3, value
+            if at > end:
+                raise ValueError("a field is cut off")
+            yield tag >> 3, value, -1
             continue
         length = {1: 8, 5: 4}.get(kind, 0)
         if kind == 2:
             length, at = _varint(data, at)
         elif not length:
             raise ValueError(f"a field of wire type {kind}")
-        if at + length > len(data):
+        if at + length > end:
             raise ValueError("a field is cut off")
-        yield tag >> 3, data[at:at + length]
+        yield tag >> 3, at, at + length
         at += length
 
 
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
+def _varint(data: bytes, at: int) -> tuple[int, int]:
     """Return a variable-length number and the position after it."""
-    found = shift = 0
+    byte = data[at]
+    if byte < 128:
+        return byte, at + 1
+    found, shift = byte & 127, 7
     while True:
-        byte = data[at]
         at += 1
+        byte = data[at]
         found |= (byte & 127) << shift
         if byte < 128:
-            return found & 0xFFFFFFFFFFFFFFFF, at
+            return found & 0xFFFFFFFFFFFFFFFF, at + 1
         shift += 7
         if shift > 63:
             raise ValueError("a number of more than 64 bits")

@@ -17,8 +17,8 @@ import numpy as np
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.data.cells import Damage
-from hvdtrain.data.formats import ShardFormat, read_at, refuse_packed, source_of
-from hvdtrain.data.index import Index
+from hvdtrain.data.formats import ShardFormat, read_at, source_of
+from hvdtrain.data.index import Index, refuse_packed
 from hvdtrain.data.sources import Source
 
 _NUMBERS = ("cls", "cls2", "class", "index", "inx", "id", "count")
@@ -69,9 +69,11 @@ class TarFormat(ShardFormat):
             places.append(place)
         return Index(np.array(places, np.int64).reshape(-1, 2 * len(names)), damaged)
 
-    def values(self, file: Any, place_k: np.ndarray, names: tuple[str, ...]) -> Sequence[Any]:
-        places = place_k.tolist()
-        return [_value(read_at(file, at, n), name) for at, n, name in zip(places[::2], places[1::2], names)]
+    def read(self, file: Any, place_k: Sequence[int]) -> list[bytes]:
+        return [read_at(file, at, n) for at, n in zip(place_k[::2], place_k[1::2])]
+
+    def values(self, found: list[bytes], names: tuple[str, ...]) -> Sequence[Any]:
+        return [_value(data, name) for data, name in zip(found, names)]
 
 
 def _samples(path: str) -> Iterator[tuple[int, str, Members]]:

@@ -38,7 +38,28 @@ def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
     """
     if not shuffle:
         return np.arange(n, dtype=np.int64)
-    return np.argsort(random_bits(n, seed, epoch), kind="stable").astype(np.int64, copy=False)
+    return stable_order(random_bits(n, seed, epoch))
+
+
+def stable_order(keys_N: np.ndarray) -> np.ndarray:
+    """Return ``np.argsort(keys_N, kind="stable")`` of uint64[N] as int64[N], several times as fast for many keys.
+
+    Numpy sorts values with vector instructions, and indices not: sort words of a key's upper bits and its index, then
+    sort the few keys that have the same upper bits by their lower ones.
+    """
+    bits = np.uint64(max(len(keys_N) - 1, 1).bit_length())
+    words_N = keys_N >> bits
+    words_N <<= bits
+    words_N |= np.arange(len(keys_N), dtype=np.uint64)
+    words_N.sort()
+    order_N = (words_N & (np.uint64(1) << bits) - np.uint64(1)).view(np.int64)
+    words_N >>= bits
+    same_N = np.zeros(len(keys_N) + 1, bool)
+    np.equal(words_N[1:], words_N[:-1], out=same_N[1:-1])
+    at = np.flatnonzero(same_N[1:] | same_N[:-1])
+    tied = order_N[at]
+    order_N[at] = tied[np.argsort(keys_N[tied], kind="stable")]
+    return order_N
 
 
 def bucketed(order_N: np.ndarray, lengths_N: np.ndarray, bucket: int, seed: int, epoch: int) -> np.ndarray:

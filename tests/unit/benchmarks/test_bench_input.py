@@ -60,7 +60,7 @@ def test_formats_hold_the_same_pictures(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, reader", [*(("folder", reader) for reader in FORMATS["folder"]),
-                                          ("stream", "hvdtrain")])
+                                          ("tar", "webdataset"), ("stream", "hvdtrain")])
 def test_a_reader_decodes_each_sample_once_an_epoch(kind, reader, tmp_path):
     for package in ("PIL", bench.CONTENDERS[reader]):
         if importlib.util.find_spec(package) is None:

@@ -25,14 +25,18 @@ def test_crc32c_has_the_values_of_rfc_3720(data, crc):
 
 
 def test_crc32c_of_long_data_is_that_of_its_pieces():
-    data = np.random.default_rng(0).bytes(70_000)
+    data = np.random.default_rng(0).bytes(100_000)
     table = [crc32c(bytes([b])) ^ crc32c(b"\0") for b in range(256)]  # linear: checked against single bytes
     assert table[0] == 0
-    for n in (49, 64, 65, 1000, 1024, 1025, 16_384, 70_000):
-        state = 0xFFFFFFFF
-        for byte in data[:n]:
-            state = table[(state ^ byte) & 255] ^ state >> 8
-        assert crc32c(data[:n]) == state ^ 0xFFFFFFFF, n
+    ends = [0, 49, 64, 255, 256, 257, 1000, 5685, 5686, 11_370, 11_371, 16_384, 70_000, 100_000]
+    states, state = [], 0xFFFFFFFF
+    for n, byte in enumerate(data):
+        states.append(state ^ 0xFFFFFFFF)
+        state = table[(state ^ byte) & 255] ^ state >> 8
+    states.append(state ^ 0xFFFFFFFF)
+    assert [crc32c(data[:n]) for n in ends] == [states[n] for n in ends]
+    some = [data[:n] for n in (ends + [3, 1025, 5685])[::-1]]
+    assert crc.masked_each(some) == [crc.masked(each) for each in some]
 
 
 def test_a_package_that_computes_crc32c_is_used_where_it_is_right(monkeypatch):

@@ -3,6 +3,7 @@
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -183,6 +184,28 @@ def test_a_wait_has_a_bound_only_while_the_rank_needs_the_rows():
     assert not thread.is_alive() and "rank 0 reads for this host" in errors[0]
 
 
+def test_a_reader_that_hangs_is_waited_for_no_longer_than_the_bound(monkeypatch):
+    """The rank asks for its rows just after the fetching thread has begun to wait for them."""
+    now = [0.0]
+    monkeypatch.setattr("hvdtrain.data.host_reader.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Silent:
+        ranks, timeout_s = [0, 1], 10.0
+
+        def take(self, source, tag):
+            return self
+
+        def wait(self):
+            now[0] += self.timeout_s
+            host.wanted_since = 1.0
+            raise WaitTimeout("no message")
+
+    host = HostReader(Silent(), 1, {0: 0, 1: 1}, 10.0)
+    with pytest.raises(WaitTimeout, match="rank 1 waited 10 s for its rows"):
+        next(host.rows(1))
+    assert 11 <= now[0] <= 12.5
+
+
 def test_a_replay_is_announced_and_a_stream_that_can_seek_has_none():
     class Seeks(Counted):
         def chunks_from(self, epoch, samples):
@@ -220,7 +243,8 @@ def test_a_reader_that_replays_for_long_is_waited_for():
     def work(rank, control):
         feed = Feed(Slow(60, sizes=(2,)), 5, rank=rank, size=2, control=control, readers="host")
         feed.walk.settle()
-        feed.walk._host._timeout_s = feed.walk._host._carrier.timeout_s = 0.6
+        host = feed.walk.readers.host
+        host._timeout_s = host._carrier.timeout_s = 0.6
         cost_s = feed.walk.replay(Cursor(1, 10, 10, 50))
         return [step.n_global for step in feed.epoch(Cursor(1, 10, 10, 50))], cost_s
 

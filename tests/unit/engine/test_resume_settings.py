@@ -17,7 +17,7 @@ from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.trainer import Trainer
 
-N, BATCH, LR = 40, 16, 0.1  # three steps an epoch
+N, BATCH, LR = 48, 16, 0.1  # three steps an epoch
 DATA = samples(N)
 BASE = config(global_batch=BATCH, lr=LR, epochs=2, optimizer=Named("SGD", {"momentum": 0.9}),
               checkpoint=CheckpointConfig(every="off"))

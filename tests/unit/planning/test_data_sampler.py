@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Cursor
-from hvdtrain.planning.batch.sampler import BUCKETS, bucketed, cut, epoch_order, micro_batches, steps_per_epoch
+from hvdtrain.planning.batch.sampler import (
+    BUCKETS,
+    bucketed,
+    cut,
+    epoch_order,
+    micro_batches,
+    stable_order,
+    steps_per_epoch,
+)
 
 WEIGHTS = st.lists(st.one_of(st.integers(0, 9), st.floats(0, 1e6)), min_size=1, max_size=9).filter(any)
 
@@ -26,6 +34,15 @@ def test_order_is_a_permutation_of_the_epoch(n, seed, epoch):
 def test_order_is_pinned_so_that_a_new_numpy_cannot_change_it():
     assert epoch_order(10, 0, 0, True).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
     assert epoch_order(10, 7, 3, True).tolist() == [2, 5, 9, 7, 3, 0, 6, 8, 4, 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(0, 300), seed=st.integers(0, 9), kept=st.sampled_from([0, 3, 9, 40, 64]), upper=st.booleans())
+def test_a_fast_sort_keeps_the_order_of_a_stable_one(n, seed, kept, upper):
+    """Also of keys that are the same in their upper bits, or in all."""
+    keys = np.random.default_rng(seed).integers(0, 2**64, n, np.uint64)
+    keys = keys & np.uint64((2**64 - 2**(64 - kept)) if upper else 2**kept - 1)
+    assert np.array_equal(stable_order(keys.copy()), np.argsort(keys, kind="stable"))
 
 
 def test_order_depends_on_seed_and_on_epoch():

@@ -21,10 +21,7 @@ def is_off(value: Any) -> bool:
 
 
 class Unused(NamedTuple):
-    """Why a changed key has no effect; ``when`` asks a `hvdtrain.config.ConfigContext`, which lies above this file.
-
-    ``but``: the key of a section for which it does not hold.
-    """
+    """Why a changed key has no effect; ``when`` asks a `hvdtrain.config.ConfigContext`. ``but``: excepted key."""
 
     why: str
     when: Callable[[Any], bool]

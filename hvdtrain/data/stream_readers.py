@@ -22,7 +22,7 @@ MOST_TRIED = 256
 
 
 class Readers:
-    """Which ranks read a stream; each reads all of it unless `choose` says otherwise.
+    """Choice of the ranks that read a stream; each reads all of it unless `choose` finds other ones.
 
     ``host``: messages among the ranks of this host, where one of them reads; else None. ``groups``: places in the cut
     of the ranks of each host, where there are several hosts; ``group``: of this rank's host. ``shards``: parts into

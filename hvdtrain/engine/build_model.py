@@ -175,8 +175,7 @@ class Slowed:
 
 def feeds_of(config: Config, spec: Spec, mesh: Mesh, control: Control, train: Any, test: Any,
              named: Mapping[str, Any]) -> tuple[Feed, dict[str, Feed]]:
-    """Return the feeds of each replica for training and for evaluation, ``test`` as "" and sets ``named``. Collective.
-    """
+    """Return each replica's feeds for training and evaluation, ``test`` as "" and sets ``named``. Collective."""
     feed = Feed(train, config.global_batch, shuffle=config.data.shuffle, bucket=config.data.bucket,
                 accumulate=_micros(config, mesh),
                 weight_fn=spec.weight, even_micros=config.sync_batchnorm and control.size > 1,

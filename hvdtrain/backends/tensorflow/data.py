@@ -1,7 +1,6 @@
 """Keras' and TensorFlow's datasets and tensors as sources and streams of numpy arrays.
 
-Owns the conversion only. A resumed run starts a dataset that shuffles as often as the run before had, which brings its
-epochs back.
+Owns the conversion only. A resumed run starts a shuffling dataset as often as the run before had.
 """
 
 from __future__ import annotations

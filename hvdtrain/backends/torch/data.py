@@ -1,7 +1,6 @@
 """PyTorch's datasets, loaders and tensors as sources and streams of numpy arrays.
 
-Owns the conversion only. A ``sampler`` shuffles by its seed and the epoch, never by torch's global generator, which
-belongs to the model (dropout).
+Owns the conversion only. A ``sampler`` shuffles by its seed and the epoch, never by torch's global generator (dropout).
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames()) -> Source 
     columns. A ``datasets.Dataset``: see `hvdtrain.data.hugging_face`; data of grain: `hvdtrain.data.grain_data`. With a
     collator in ``rows``, a `Dataset` is a `Collated`.
 
-    Errors: `UserError` for a `DistributedSampler` (the feed divides batches over ranks) and for values that are not
-    numeric.
+    Errors: `UserError` for a `DistributedSampler` (the feed divides batches) and for values that are not numeric.
     """
     if isinstance(obj, DataLoader):
         return (StatefulLoaderStream if hasattr(obj, "load_state_dict") else LoaderStream)(obj, seed, rows)

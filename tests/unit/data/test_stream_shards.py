@@ -71,7 +71,7 @@ def feed_of(hosts, rank, control, data, batch=5, readers="auto", **more):
 @given(hosts=st.sampled_from(HOSTS), sizes=SIZES, prefetch=st.integers(0, 2), even=st.booleans(),
        weights=st.lists(st.integers(0, 3), min_size=8, max_size=8), batch=st.integers(1, 7), when=st.integers(0, 3))
 def test_hosts_read_each_sample_once(hosts, sizes, prefetch, even, weights, batch, when):
-    """Whatever the shares: also of hosts without any, with new ones while the epoch lasts, and below a sample."""
+    """Also hosts without shares, new shares while the epoch lasts, and batches of fewer samples than hosts."""
     size, n = size_of(hosts), sum(sizes)
     shares = [weights[:size] if any(weights[:size]) else None, weights[4:4 + size]]
 

@@ -267,7 +267,7 @@ class Keys:
             if not dataclasses.is_dataclass(holder):
                 continue
             value = getattr(holder, last)
-            own = schema.own_value(key, value)
+            own = value if value is key.default else schema.own_value(key, value)
             if own is not value and section:
                 object.__setattr__(self, section, schema.replaced(holder, {last: own}))
             elif own is not value:

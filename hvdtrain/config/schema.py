@@ -1,7 +1,6 @@
 """Configuration keys of a tree of dataclasses: names, types as text, and checks of values.
 
-Owns the reading of the dataclasses of `hvdtrain.config` for the command line, the docs and the checks; knows no key
-by name.
+Owns the reading of the dataclasses of `hvdtrain.config` for the command line, the docs and the checks; knows no key.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import numbers
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType, UnionType
+from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hvdtrain.config import placed
@@ -34,10 +33,7 @@ _NUMBERS = {int: numbers.Integral, float: numbers.Real}
 
 @dataclass(frozen=True)
 class Key:
-    """A key: dotted ``name``, type ``hint``, ``default``, ``unit`` ("" if it has none) and meaning ``doc``.
-
-    The other facts are those of `hvdtrain.config.sections.key`.
-    """
+    """A key: dotted ``name``, type ``hint``, ``default``, ``unit`` or "", ``doc``; others: `config.sections.key`."""
 
     name: str
     hint: Any
@@ -62,18 +58,25 @@ class Key:
         return self.doc.replace("{choices}", ", ".join(ask(self.choices, "choices"))) if self.choices else self.doc
 
 
-def keys(cls: type, prefix: str = "", section: Mapping[str, Any] = MappingProxyType({})) -> list[Key]:
-    """Return every key below the dataclass ``cls``, with those of its sections, in the order of the fields.
+def keys(cls: type) -> tuple[Key, ...]:
+    """Return every key below the dataclass ``cls``, with those of its sections, in the order of the fields."""
+    return _all_keys(cls)  # type: ignore[arg-type]  # mypy takes the type of a dataclass for unhashable
 
-    ``section``: the facts of the field that holds ``cls``, which hold for its keys too.
-    """
+
+@lru_cache(maxsize=None)
+def _all_keys(cls: type) -> tuple[Key, ...]:
+    return tuple(_keys(cls, "", {}))
+
+
+def _keys(cls: type, prefix: str, section: Mapping[str, Any]) -> list[Key]:
+    """Return the keys below ``cls``. ``section``: facts of the field that holds ``cls``, true of its keys too."""
     out: list[Key] = []
     for f, hint in _fields(cls):
         name, meta = prefix + f.name, dict(f.metadata)
         meta["affects"] = meta.get("affects") or section.get("affects", "")
         meta["unused"] = (*meta.get("unused", ()), *(one for one in section.get("unused", ()) if one.but != f.name))
         if dataclasses.is_dataclass(hint):
-            out += keys(hint, f"{name}.", meta)  # type: ignore[arg-type]
+            out += _keys(hint, f"{name}.", meta)  # type: ignore[arg-type]
         else:
             make: Any = f.default_factory
             default = make() if f.default is dataclasses.MISSING else f.default
@@ -161,6 +164,7 @@ def own_value(key: Key, value: Any) -> Any:
     return [value] if of is not str and fits(value, of) else value
 
 
+@lru_cache(maxsize=None)
 def _items(hint: Any) -> type | None:
     """Return the type of the items of a list, None for what cannot be one."""
     return next((get_args(one)[0] for one in (hint, *get_args(hint)) if get_origin(one) is list), None)

@@ -134,8 +134,7 @@ class Cells:
                 return self._decoded(value), True
             array = _of_bytes(value, name, is_x, dtype)
         else:
-            if not isinstance(value, (int, float, np.number)):
-                refuse_strings(value if isinstance(value, (list, np.ndarray)) else [value], f"column {name}")
+            refuse_strings([value] if not isinstance(value, (list, np.ndarray)) else value, f"column {name}")
             array = _numbers(value, name)
         if dtype is not None:
             array = _cast(array, dtype, name)

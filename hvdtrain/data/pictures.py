@@ -10,8 +10,6 @@ import contextlib
 import io
 import math
 import os
-import struct
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -140,12 +138,8 @@ def _opened(path: bytes | BinaryIO, number: int) -> Iterator[Any]:
     image_module = _pillow()
     most = image_module.MAX_IMAGE_PIXELS
     try:
-        file: Any = path
-        opened: Any = None
-        if isinstance(path, (bytes, io.BytesIO)):
-            data = path.getvalue() if isinstance(path, io.BytesIO) else _read(path)
-            file, opened = io.BytesIO(data), _plain_png(image_module, data, most)
-        with image_module.open(file, formats=FORMATS) if opened is None else opened as image:
+        stream: Any = open(path, "rb") if isinstance(path, bytes) else contextlib.nullcontext(path)
+        with stream as file, image_module.open(file, formats=FORMATS) as image:
             if most and image.width * image.height > most:  # Pillow itself only warns, up to twice as many
                 raise ValueError(f"it has {image.width} x {image.height} pixels, more than "
                                  f"PIL.Image.MAX_IMAGE_PIXELS ({most})")
@@ -157,48 +151,9 @@ def _opened(path: bytes | BinaryIO, number: int) -> Iterator[Any]:
         raise Unreadable(number, place, _reason(error)) from None
 
 
-def _read(path: bytes) -> bytes:
-    with open(path, "rb", buffering=0) as file:
-        return file.read()
-
-
-_PNG_START = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
-_PNG_HEAD, _PNG_CHUNK, _PNG_CRC = struct.Struct(">IIBBBBBI"), struct.Struct(">I4s"), struct.Struct(">I")
-_PNG_MODES = {(8, 0): "L", (8, 2): "RGB"}  # (depth, colour type)
-_PNG_NEUTRAL = {b"gAMA": 4, b"cHRM": 32, b"sRGB": 1, b"pHYs": 9}
-"""Chunks without an effect on what `_pixels` returns, and their bytes."""
-
-
-def _plain_png(image_module: Any, data: bytes, most: int | None) -> Any:
-    """Return the picture of an 8-bit RGB or grey PNG that has nothing unusual and no damage; None for others.
-
-    Pillow's zip decoder makes the pixels here and in ``Image.open``, whose Python code takes a sixth of the time of
-    64 x 64 pixels. As there, the checksum of the pixels is zlib's own, and not that of their chunks.
-    """
-    try:
-        if not data.startswith(_PNG_START):
-            return None
-        W, H, depth, color, *methods, crc = _PNG_HEAD.unpack_from(data, 16)
-        mode = _PNG_MODES.get((depth, color))
-        if mode is None or any(methods) or not 0 < W * H <= (most or W * H) or zlib.crc32(data[12:29]) != crc:
-            return None
-        at, pixels = 33, list[bytes]()
-        while True:
-            length, kind = _PNG_CHUNK.unpack_from(data, at)
-            end = at + 8 + length
-            if kind == b"IDAT":
-                pixels.append(data[at + 8:end])
-            elif kind == b"IEND":
-                return image_module.frombytes(mode, (W, H), b"".join(pixels), "zip", mode)
-            elif pixels or _PNG_NEUTRAL.get(kind) != length or _PNG_CRC.unpack_from(data, end)[0] != zlib.crc32(
-                    data[at + 4:end]):
-                return None
-            at = end + 4
-    except (struct.error, ValueError, OSError):  # for which ``Image.open`` has words
-        return None
-
-
 def _pixels(image: Any, size: tuple[int, int] | None, channels: int) -> np.ndarray:
+    from PIL import ImageOps
+
     turned = _orientation(image)
     if size is not None:
         longest = 2 * max(size)
@@ -207,8 +162,6 @@ def _pixels(image: Any, size: tuple[int, int] | None, channels: int) -> np.ndarr
     if turned > 1:
         image = image.transpose({2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}[turned])  # by Image.Transpose's numbers
     if size is not None and image.size != size[::-1]:
-        from PIL import ImageOps
-
         image = ImageOps.fit(image, size[::-1], method=2)  # bilinear
     # Pillow's own way to numpy asks it more than once what kind of picture this is.
     return np.frombuffer(image.tobytes(), np.uint8).reshape(image.height, image.width, channels)
@@ -227,8 +180,6 @@ def _rgb(image: Any, mode: str) -> Any:
 
 def _orientation(image: Any) -> int:
     """Return Exif's orientation, 1 (none) to 8."""
-    if image.format is None:  # of `_plain_png`, which has no notes
-        return 1
     try:
         found = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # damaged notes about a picture are no damage of the picture

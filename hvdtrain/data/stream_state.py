@@ -22,7 +22,8 @@ LEAST_INTERVAL = 20
 """Shortest time between two states, in times that the latest one took: 5 % of the reading at most."""
 MOST_BYTES = 1 << 22
 """Largest state that a checkpoint's manifest holds."""
-MOST_STATES = 128
+MOST_STATES = 32
+"""States that are kept; with more of them every second one is dropped."""
 CANNOT = "the stream cannot seek"
 _TUPLE = "tuple of a stream's state"
 _NEVER: Any = object()

@@ -27,7 +27,7 @@ def trained(size: int, made: Any = model, steps: int = 20, data: Any = None, wor
             **changes: Any) -> tuple[dict[str, Any], list[Any]]:
     """All ranks' weights by name after the steps, and the runs."""
     settings = config(**{"max_steps": steps, "global_batch": 24, "lr": 0.05, **changes})
-    runs = lockstep(size, settings, made, data or samples(100), work)
+    runs = lockstep(size, settings, made, data or samples(96), work)
     held: dict[str, Any] = {}
     for run in runs:
         for name, array in run.parts.state.state()[0]["model"].items():
@@ -40,8 +40,8 @@ def trained(size: int, made: Any = model, steps: int = 20, data: Any = None, wor
 
 def test_copies_with_unequal_shares_have_the_curve_of_one_process() -> None:
     adam = Named("Adam", {"epsilon": 1e-3})
-    want, (alone,) = trained(1, optimizer=adam)
-    got, runs = trained(4, optimizer=adam, pipeline=PipelineConfig(2), shares=[3, 1])
+    want, (alone,) = trained(1, data=samples(100), optimizer=adam)
+    got, runs = trained(4, data=samples(100), optimizer=adam, pipeline=PipelineConfig(2), shares=[3, 1])
     assert apart([got[n] for n in sorted(got)], [want[n] for n in sorted(want)]) < 1e-5
     assert all(run.state.loss == pytest.approx(alone.state.loss, rel=1e-5) for run in runs)
 

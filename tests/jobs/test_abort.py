@@ -72,7 +72,7 @@ def check_mistake(job, text):
 def test_a_rank_that_raises_ends_the_job(script, rank):
     job = mpirun(3, [script(guarded(f"if rank == {rank}: raise ValueError('bad weights')"))])
     check_crash(job, rank, "ValueError: bad weights")
-    assert job.seconds < 5
+    assert job.seconds < 30, "it waited for the control plane"
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -95,7 +95,7 @@ def test_the_origin_speaks_before_its_echo(script):
 def test_ranks_that_compute_are_ended_too(script):
     job = mpirun(2, [script(guarded("if rank == 1: raise ValueError('x')\nwhile True: pass"))])
     check_crash(job, 1, "ValueError: x")
-    assert job.seconds < 10
+    assert job.seconds < 30
 
 
 def test_a_crash_before_the_control_plane(script):
@@ -143,7 +143,7 @@ def test_a_wait_that_runs_out_names_itself(script):
     job = mpirun(2, [script(guarded("if rank == 1: time.sleep(60)", timeout_s=1.0))])
     check_crash(job, 0, "WaitTimeout: rank 0 on host ")
     assert "barrier 'end'" in job.stderr and "1 s" in job.stderr
-    assert job.seconds < 15
+    assert job.seconds < 30
 
 
 def test_a_deadline_ends_the_job(script):
@@ -153,14 +153,14 @@ with deadline(1.0, 'allreduce grad.0'):
     job = mpirun(2, [script(guarded(body))])
     assert job.returncode == 70, job
     assert "allreduce grad.0 did not end within 1 s" in job.stderr and "File " in job.stderr
-    assert not job.orphans and job.seconds < 15
+    assert not job.orphans and job.seconds < 30
 
 
 @pytest.mark.parametrize("leavers", ["True", "rank == 1"])
 def test_sys_exit_does_not_hang(script, leavers):
     job = mpirun(3, [script(guarded(f"if {leavers}: sys.exit(7)"))])
     assert job.returncode == 7, job
-    assert not job.orphans and job.seconds < 15
+    assert not job.orphans and job.seconds < 30
 
 
 TRAINS = """

@@ -50,7 +50,7 @@ def test_dropout_and_batchnorm_are_recomputed_alike(framework, settings, control
     if settings and control.size > 2:
         pytest.skip("types do not depend on the number of ranks: tried on 2")
     out = control.bcast(str(tmp_path / "run"))
-    setting = config(global_batch=13 * control.size, max_steps=12, audit=1, check_every=4, out=out, **settings)
+    setting = config(global_batch=8 * control.size, max_steps=12, audit=1, check_every=4, out=out, **settings)
     run = fitted(assemble(setting, convolutions(framework), images(framework), control))
     own = next(c for c in run.callbacks if isinstance(c, Audit))
     assert own.audits == 12 and not own._loose and not own._off and set(own.good) == set(range(control.size))

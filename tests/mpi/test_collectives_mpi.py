@@ -53,6 +53,7 @@ def test_horovod_starts_again_where_a_script_has_shut_it_down(torch_wire, contro
     assert started().is_initialized() and started().size() == control.size
 
 
+@pytest.mark.world_size(3)
 @pytest.mark.parametrize("check", CASES, ids=name_of)
 def test_in_small_chunks(comm, check):
     """As vectors whose counts pass MPI's 31 bits would go."""

@@ -18,6 +18,8 @@ from hvdtrain.engine.callbacks.base import Callback
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 BATCH = 23
+DATA = samples(2 * BATCH)
+"""Whole batches: TensorFlow traces graphs for each number of samples."""
 OPTIONS = {"fp16": {}, "bf16": {}, "int8": {}, "powersgd": {"powersgd_rank": 1},
            "topk": {"topk_ratio": 0.1, "topk_momentum": 0.5, "topk_warmup_steps": 4}}
 """A rank low enough that the tiny model's matrices are compressed; a warm-up of two stages and two steps after it."""
@@ -80,23 +82,25 @@ class SameBits(Callback):
 @pytest.mark.tensorflow_size(2, 3)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_same_bits_on_every_rank_after_every_step(control, settings, framework, wire, name):
-    """All on 2 ranks, in TensorFlow on 3; in PyTorch each compressor on 3 and 4 over one of the transports in turn."""
+    """In PyTorch all on 2 ranks, each on 3 and 4 over one of the transports in turn; in TensorFlow on 2 or on 3."""
+    if framework == "tensorflow" and control.size == (2 if name in ("int8", "topk", "powersgd") else 3):
+        pytest.skip("a compressor with state runs with 3 ranks, a cast with 2")
     turn = (list(OPTIONS).index(name) + control.size) % 2 == (wire == "shared")
     if control.size > 2 and framework == "torch" and turn:
         pytest.skip("over the other transport with this number of ranks")
-    run = assemble(settings(name, wire, max_steps=6), make_model(framework), samples(60))
+    run = assemble(settings(name, wire, max_steps=6), make_model(framework), DATA)
     assert run.collectives.name == wire and run.dp.reducer.compressor.name == name and len(run.dp.reducer.buckets) > 1
     check = SameBits()
     run.callbacks.append(check)
     fitted(run)
     assert check.last is not None and run.state.cursor.step == 6
-    moved = apart(weights(run), weights(solo(settings(name), make_model(framework), samples(60))))
+    moved = apart(weights(run), weights(solo(settings(name), make_model(framework), DATA)))
     assert 1e-3 < moved < 10
 
 
 def test_rounding_stays_near_the_uncompressed_run(two, settings, framework):
     def trained(name):
-        return weights(fitted(assemble(settings(name, max_steps=10), make_model(framework), samples(60))))
+        return weights(fitted(assemble(settings(name, max_steps=10), make_model(framework), DATA)))
 
     exact = trained("none")
     for name, most in (("fp16", 2e-3), ("bf16", 2e-2), ("int8", 2e-2)):
@@ -107,9 +111,9 @@ def test_rounding_stays_near_the_uncompressed_run(two, settings, framework):
 def test_powersgd_does_not_depend_on_how_samples_are_cut(control, settings, framework):
     """It is linear: equal and unequal shares, over other numbers of ranks, follow one curve (law 2)."""
     own = {"max_steps": 10, "accumulate": 1}
-    uneven = fitted(assemble(settings("powersgd", **own), make_model(framework), samples(60)))
-    even = fitted(assemble(settings("powersgd", shares=[], **own), make_model(framework), samples(60)))
-    exact = fitted(assemble(settings("none", **own), make_model(framework), samples(60)))
+    uneven = fitted(assemble(settings("powersgd", **own), make_model(framework), DATA))
+    even = fitted(assemble(settings("powersgd", shares=[], **own), make_model(framework), DATA))
+    exact = fitted(assemble(settings("none", **own), make_model(framework), DATA))
     assert apart(weights(uneven), weights(even)) < 1e-4 < 1e-3 < apart(weights(even), weights(exact))
 
 
@@ -118,17 +122,17 @@ def test_powersgd_does_not_depend_on_how_samples_are_cut(control, settings, fram
 def test_state_goes_on_bit_by_bit_from_a_checkpoint(two, settings, framework, name):
     """The state of each compressor in each framework: conformance/compressor_cases.py."""
     each = CheckpointConfig(every_steps=3, at_end=False)
-    whole = fitted(assemble(settings(name, max_steps=6), make_model(framework), samples(60)))
-    fitted(assemble(settings(name, at="kept", max_steps=3, checkpoint=each), make_model(framework), samples(60)))
-    again = assemble(settings(name, at="kept", max_steps=6, resume="auto"), make_model(framework, seed=1), samples(60))
+    whole = fitted(assemble(settings(name, max_steps=6), make_model(framework), DATA))
+    fitted(assemble(settings(name, at="kept", max_steps=3, checkpoint=each), make_model(framework), DATA))
+    again = assemble(settings(name, at="kept", max_steps=6, resume="auto"), make_model(framework, seed=1), DATA)
     assert again.state.cursor.step == 3 and not any("anew" in note for note in again.notes)
     assert bits(fitted(again)) == bits(whole)
 
 
 def test_state_of_another_plan_starts_anew_and_says_so(two, settings, framework):
     fitted(assemble(settings("topk", at="kept", max_steps=3, checkpoint=CheckpointConfig(every_steps=3, at_end=False)),
-                    make_model(framework), samples(60)))
-    again = assemble(settings("int8", at="kept", max_steps=6, resume="auto"), make_model(framework), samples(60))
+                    make_model(framework), DATA))
+    again = assemble(settings("int8", at="kept", max_steps=6, resume="auto"), make_model(framework), DATA)
     assert any("compressor state starts from scratch" in note for note in again.notes)
     fitted(again)
     assert again.state.cursor.step == 6
@@ -152,9 +156,12 @@ def test_a_checkpoint_without_state_clears_the_state(control, framework, out):
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
 def test_a_skipped_step_leaves_no_trace_in_the_state(control, settings, framework, name):
-    x, y = samples(60)
+    """In TensorFlow of topk, which has most state; all: conformance/compressor_cases.py."""
+    if framework == "tensorflow" and name != "topk":
+        pytest.skip("one compressor in TensorFlow, whose graphs take long to trace")
+    x, y = DATA
     run = assemble(settings(name, max_steps=6, nan_guard="skip", optimizer=Named("SGD")), make_model(framework),
-                   (np.where(np.arange(60)[:, None] == 7, np.nan, x).astype(np.float32), y))
+                   (np.where(np.arange(len(x))[:, None] == 7, np.nan, x).astype(np.float32), y))
     seen = []
 
     class Watch(Callback):

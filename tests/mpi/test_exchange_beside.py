@@ -32,6 +32,7 @@ def until(test, limit_s=30.0):
         time.sleep(0)
 
 
+@pytest.mark.world_size(2, 4)
 @pytest.mark.parametrize("check", CASES, ids=name_of)
 def test_in_small_pieces(comm, check, monkeypatch):
     """As many rounds as a large vector has."""

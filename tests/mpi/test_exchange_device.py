@@ -53,6 +53,7 @@ def trained(control, tmp_path, framework, wire):
     return bits(run), run.collectives.name
 
 
+@pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("check", CASES, ids=name_of)
 def test_cases(staged, check):
     import torch

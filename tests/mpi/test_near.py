@@ -8,6 +8,7 @@ import keras  # noqa: E402
 
 import hvdtrain.keras as hvd  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
+from hvdtrain.job import world  # noqa: E402
 from hvdtrain.tensorflow import basics, transports  # noqa: E402
 from hvdtrain.tensorflow.gradients import GradientExchange  # noqa: E402
 
@@ -28,7 +29,7 @@ def job(control):
 @pytest.fixture
 def without(monkeypatch):
     """Leaves gradients to Horovod from when it is called."""
-    return lambda: monkeypatch.setattr(basics.world(), "shared", [None])
+    return lambda: monkeypatch.setattr(world(), "shared", [None])
 
 
 def gradients(rank, bad=None):
@@ -57,7 +58,8 @@ def exchanged(grads, own, inside, **options):
     return found, next(iter(exchange._plans.values()))[0]._shared
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["in a graph", "outside"])
+@pytest.mark.parametrize("inside", [pytest.param(True, marks=pytest.mark.world_size(3), id="in a graph"),
+                                    pytest.param(False, marks=pytest.mark.world_size(2), id="outside")])
 @pytest.mark.parametrize("options", [{}, {"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}, {"groups": 2}], ids=str)
 def test_as_over_horovod(control, without, options, inside):
     own, grads = variables(), gradients(control.rank)

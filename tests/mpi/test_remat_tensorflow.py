@@ -34,9 +34,9 @@ def test_recomputed_blocks_train_the_same_model(control, wire, changes, tmp_path
     out = control.bcast(str(tmp_path / "run"))
 
     def run(remat):
-        settings = config(global_batch=23, max_steps=3, lr=0.01, shares=CUTS[control.size][-2], collectives=wire,
+        settings = config(global_batch=24, max_steps=3, lr=0.01, shares=CUTS[control.size][-2], collectives=wire,
                           exchange=ExchangeConfig(bucket_mb=0.0005), out=f"{out}-{remat}", remat=remat, **changes)
-        done = fitted(assemble(settings, model(), samples(60)))
+        done = fitted(assemble(settings, model(), samples(48)))  # each number of samples is a graph to trace
         return bits(done), done.parts.describe().get("recomputed", "")
 
     (without, nothing), (got, blocks) = run("off"), run("every:1")

@@ -33,7 +33,7 @@ def trained(control, wire, tmp_path):
         settings = config(global_batch=23, max_steps=4, lr=0.01, optimizer=Named("AdamW", {"weight_decay": 0.1}),
                           shares=CUTS[control.size][-1], collectives=wire, exchange=ExchangeConfig(bucket_mb=0.0005),
                           out=f"{out}-{next(count)}", data_parallel=DataParallelConfig(*way))
-        return fitted(assemble(replace(settings, **changes), make_model("tensorflow"), samples(60)))
+        return fitted(assemble(replace(settings, **changes), make_model("tensorflow"), samples(46)))
     return run
 
 

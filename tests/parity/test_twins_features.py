@@ -76,10 +76,11 @@ def made(framework, name):
     return getattr(importlib.import_module(f"tf_models.{file}"), builder)(**args)
 
 
-def samples(name):
-    """Two global batches, of which the last is short."""
+def samples(framework, name):
+    """Two global batches; in PyTorch the last is short, for which TensorFlow would trace more graphs."""
     builder, args = TWINS[name]
-    x, y = importlib.import_module(f"torch_models.{builder.partition('.')[0]}").example(14)
+    x, y = importlib.import_module(f"torch_models.{builder.partition('.')[0]}").example(
+        14 if framework == "torch" else 16)
     if "in_shape" in args:
         x = x[:, :args["in_shape"][0], :args["in_shape"][1]]
     return (x[:, :4], y) if name == "lstm" else (x, y)  # graphs of each moment take long to trace
@@ -87,7 +88,8 @@ def samples(name):
 
 def trained(framework, name, size, **changes):
     """{name: array} of all ranks, and the runs."""
-    runs = lockstep(size, replace(BASE, **changes), lambda rank: made(framework, name), samples(name), fitted)
+    runs = lockstep(size, replace(BASE, **changes), lambda rank: made(framework, name),
+                    samples(framework, name), fitted)
     held = {}
     for run in runs:
         for path, array in run.parts.state.state()[0]["model"].items():

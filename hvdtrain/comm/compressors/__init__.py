@@ -23,7 +23,8 @@ def names() -> tuple[str, ...]:
 
 def choices() -> tuple[str, ...]:
     """Return the built-in names that ``compression`` takes: those that `auto` tries in its order, then the others."""
-    made = [create(name, Config()) for name in names()]
+    config = Config()
+    made = [create(name, config) for name in names()]
     ordered = sorted(made, key=lambda one: one.auto_order or len(made) + 1)
     return tuple(one.name for one in ordered if not one.own_key)
 

@@ -42,6 +42,27 @@ def state_of(path):
             for group in ("model", "optimizer")}
 
 
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory):
+    """``replicas(ranks, framework)``: the folder of replicas, saved after steps 4 and 8, trained once.
+
+    ``ranks``: how many train; or (3, N), where three stop after step 4 and N resume.
+    """
+    made = {}
+
+    def get(ranks, framework="numpy"):
+        if (ranks, framework) not in made:
+            made[ranks, framework] = out = tmp_path_factory.mktemp("replicas") / "run"
+            if isinstance(ranks, tuple):
+                trained(ranks[0], out, max_steps=4, framework=framework)
+                trained(ranks[1], out, resume="auto", framework=framework)
+            else:
+                trained(ranks, out, framework=framework)
+        return made[ranks, framework]
+
+    return get
+
+
 @pytest.fixture(params=["channel", "no channel"])
 def channel(request, monkeypatch):
     """Return a channel for threads, or none, as with horovodrun --gloo."""
@@ -51,15 +72,15 @@ def channel(request, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size, layout", [(2, "gathered"), (3, "gathered"), (4, "gathered"), (3, "sharded")])
-def test_owners_write_the_state_that_an_unsharded_run_writes(tmp_path, channel, size, layout):
-    trained(size, tmp_path / "whole")
+def test_owners_write_the_state_that_an_unsharded_run_writes(tmp_path, channel, replicas, size, layout):
+    whole = replicas(size)
     trained(size, tmp_path / "zero", layout, data_parallel=way("zero", size))
     for step in (4, 8):
         name = f"checkpoints/step-{step:08d}"
-        assert state_of(tmp_path / "zero" / name) == state_of(tmp_path / "whole" / name)
+        assert state_of(tmp_path / "zero" / name) == state_of(whole / name)
         if layout == "gathered":
             for group in ("model", "optimizer"):
-                one, other = (tmp_path / run / name / f"{group}.safetensors" for run in ("zero", "whole"))
+                one, other = (run / name / f"{group}.safetensors" for run in (tmp_path / "zero", whole))
                 assert one.read_bytes() == other.read_bytes()
 
 
@@ -67,13 +88,12 @@ def test_owners_write_the_state_that_an_unsharded_run_writes(tmp_path, channel, 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("before, after, layout", [("zero", "zero", "gathered"), ("zero", "replicate", "gathered"),
                                                    ("replicate", "zero", "gathered"), ("zero", "zero", "sharded")])
-def test_any_ranks_go_on_with_the_bits_of_a_run_that_never_stopped(tmp_path, size, before, after, layout):
+def test_any_ranks_go_on_with_the_bits_of_a_run_that_never_stopped(tmp_path, replicas, size, before, after, layout):
     """Three ranks stop after step 4; what goes on at other ranks equals, to the bit, replicas that do the same."""
-    for name, first, then in (("got", before, after), ("want", "replicate", "replicate")):
-        trained(3, tmp_path / name, layout, max_steps=4, data_parallel=way(first, 3))
-        runs = trained(size, tmp_path / name, layout, resume="auto", data_parallel=way(then, size, stage=1))
-        assert {run.state.cursor.step for run in runs} == {8} and len({bits(run) for run in runs}) == 1
-    got, want = (state_of(tmp_path / name / "checkpoints/step-00000008") for name in ("got", "want"))
+    trained(3, tmp_path / "got", layout, max_steps=4, data_parallel=way(before, 3))
+    runs = trained(size, tmp_path / "got", layout, resume="auto", data_parallel=way(after, size, stage=1))
+    assert {run.state.cursor.step for run in runs} == {8} and len({bits(run) for run in runs}) == 1
+    got, want = (state_of(out / "checkpoints/step-00000008") for out in (tmp_path / "got", replicas((3, size))))
     assert got == want
 
 
@@ -92,13 +112,13 @@ def test_other_ranks_go_on_without_the_residuals_of_a_compressor(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("before, after", [("zero", "zero"), ("zero", "replicate"), ("replicate", "zero")])
-def test_adams_state_goes_from_owners_to_owners_in_each_framework(tmp_path, framework, before, after):
-    for name, first, then in (("got", before, after), ("want", "replicate", "replicate")):
-        trained(3, tmp_path / name, max_steps=4, data_parallel=way(first, 3), framework=framework)
-        runs = trained(2, tmp_path / name, resume="auto", data_parallel=way(then, 2), framework=framework)
-        assert len({bits(run) for run in runs}) == 1 and runs[0].state.cursor.step == 8
+def test_adams_state_goes_from_owners_to_owners_in_each_framework(tmp_path, replicas, framework, before, after):
+    trained(3, tmp_path / "got", max_steps=4, data_parallel=way(before, 3), framework=framework)
+    runs = trained(2, tmp_path / "got", resume="auto", data_parallel=way(after, 2), framework=framework)
+    assert len({bits(run) for run in runs}) == 1 and runs[0].state.cursor.step == 8
     for step in (4, 8):
-        got, want = (state_of(tmp_path / name / f"checkpoints/step-{step:08d}") for name in ("got", "want"))
+        got, want = (state_of(out / f"checkpoints/step-{step:08d}")
+                     for out in (tmp_path / "got", replicas((3, 2), framework)))
         assert got == want, step
 
 
@@ -125,12 +145,13 @@ def test_convert_makes_the_same_run_of_the_other_framework_from_divided_state(tm
 
 
 @pytest.mark.parametrize("first, then", [(1, 2), (2, 1)])
-def test_a_run_that_stops_and_goes_on_has_the_bits_of_one_that_does_not(tmp_path, first, then):
-    want = bits(trained(3, tmp_path / "whole")[0])
+def test_a_run_that_stops_and_goes_on_has_the_bits_of_one_that_does_not(tmp_path, replicas, first, then):
     trained(3, tmp_path / "run", max_steps=4, data_parallel=way("zero", 3, first))
     other = DataParallelConfig("zero", then, [0, 1, 1])
     runs = trained(3, tmp_path / "run", resume="auto", data_parallel=other)
-    assert {bits(run) for run in runs} == {want}
+    assert len({bits(run) for run in runs}) == 1
+    name = "checkpoints/step-00000008"
+    assert state_of(tmp_path / "run" / name) == state_of(replicas(3) / name)
     held = [sum(a.size for _, _, a in run.parts.optimizer.slots()) for run in runs]
     assert held[0] == 0 and abs(held[1] - held[2]) <= 32 * len(runs[0].dp.buckets)
     assert np.isfinite(runs[0].state.loss)

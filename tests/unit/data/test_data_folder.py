@@ -1,6 +1,5 @@
 """The set ``folder``: which pictures it finds, how they are decoded, and the words for what is wrong with a folder."""
 
-import io
 import os
 import pickle
 from pathlib import Path
@@ -11,7 +10,6 @@ from pictures import write_folder
 
 from hvdtrain.commands.train import parse
 from hvdtrain.core.errors import UserError
-from hvdtrain.data import pictures
 from hvdtrain.data.pictures import load_picture
 from hvdtrain.data.sources import Source, Unreadable, resolve, resolve_splits
 
@@ -119,35 +117,6 @@ def test_modes_and_orientation_become_rgb_upright(tmp_path):
         assert x.shape == ((4, 8, 3) if value == 3 else (8, 4, 3))
         assert x[at].mean() > 0.7 and x[-1 - at[0] if at[0] else -1, 0 if at[1] else -1].mean() < 0.1, value
         assert train(root, size=4).fetch(np.array([0]))[0].shape == (1, 4, 4, 3)
-
-
-def test_a_plain_png_is_read_as_pillow_opens_it(monkeypatch):
-    """Whole, and damaged at each byte: the same pixels or the same words."""
-    def read(data, **more):
-        try:
-            return load_picture(data, **more).tobytes()
-        except Unreadable as error:
-            return str(error)
-
-    draw, fast = np.random.default_rng(0), pictures._plain_png
-    whole = {shape: png(Image.fromarray(draw.integers(0, 256, shape, np.uint8))) for shape in ((9, 7, 3), (5, 6))}
-    noted = png(Image.fromarray(np.zeros((4, 4, 3), np.uint8)), dpi=(72, 72))
-    others = [png(Image.new(mode, (3, 2))) for mode in ("P", "RGBA", "1", "I;16")]
-    assert all(fast(Image, data, 1000) is not None for data in [*whole.values(), noted])
-    assert all(fast(Image, data, 1000) is None for data in others) and fast(Image, whole[9, 7, 3], 62) is None
-    cases = [data[:at] + change for data in whole.values() for at in range(len(data))
-             for change in (b"", bytes([data[at] ^ 1]) + data[at + 1:])]
-    ways = [{}, {"channels": 1}, {"size": 4}]
-    found = [read(data, **way) for data in [*whole.values(), noted] for way in ways] + [read(case) for case in cases]
-    monkeypatch.setattr(pictures, "_plain_png", lambda *args: None)
-    assert found == [read(data, **way) for data in [*whole.values(), noted] for way in ways] + [
-        read(case) for case in cases]
-
-
-def png(image, **how):
-    out = io.BytesIO()
-    image.save(out, "png", **how)
-    return out.getvalue()
 
 
 @pytest.mark.filterwarnings("ignore:Image size")

@@ -3,6 +3,7 @@ rank keeps."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -41,30 +42,6 @@ def zero(settings, stage=2, shards=()):
     return replace(settings, data_parallel=DataParallelConfig("zero", stage, list(shards)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", (1, 2))
-@pytest.mark.parametrize("name, args", ELEMENTWISE, ids=lambda x: x if isinstance(x, str) else "")
-def test_every_elementwise_optimizer_keeps_its_bits(name, args, stage, tmp_path):
-    settings = replace(UNFUSED, optimizer=Named(name, args), lr=0.01,
-                       schedule=ScheduleConfig("CosineAnnealingLR", {"T_max": 9}, warmup_steps=3))
-    want = bits(trained(3, settings, tmp_path / "whole")[0])
-    runs = trained(3, zero(settings, stage, [2, 0, 1]), tmp_path / "zero")
-    assert {bits(run) for run in runs} == {want}
-    assert all(isinstance(run.dp, Zero) for run in runs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", (1, 2))
-@pytest.mark.parametrize("size", (2, 3, 4))
-def test_unequal_parts_and_shares_keep_the_bits(size, stage, tmp_path):
-    for i, shares in enumerate(CUTS[size]):
-        settings = replace(UNFUSED, shares=shares)
-        want = bits(trained(size, settings, tmp_path / f"whole{i}")[0])
-        for j, shards in enumerate(([], list(range(size, 0, -1)), [1] + [0] * (size - 1))):
-            runs = trained(size, zero(settings, stage, shards), tmp_path / f"zero{i}{j}")
-            assert {bits(run) for run in runs} == {want}
-
-
 def keeps(settings, tmp_path, size=3, shards=(2, 0, 1), model=None, data=DATA, stages=(1, 2)):
     """Train unsharded and with zero: the same bits on all ranks."""
     want = bits(trained(size, settings, tmp_path / "whole", model, data)[0])
@@ -72,6 +49,26 @@ def keeps(settings, tmp_path, size=3, shards=(2, 0, 1), model=None, data=DATA, s
         runs = trained(size, zero(settings, stage, shards), tmp_path / f"zero{stage}", model, data)
         assert {bits(run) for run in runs} == {want}
     return runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, args", ELEMENTWISE, ids=lambda x: x if isinstance(x, str) else "")
+def test_every_elementwise_optimizer_keeps_its_bits(name, args, tmp_path):
+    settings = replace(UNFUSED, optimizer=Named(name, args), lr=0.01,
+                       schedule=ScheduleConfig("CosineAnnealingLR", {"T_max": 9}, warmup_steps=3))
+    runs = keeps(settings, tmp_path)
+    assert all(isinstance(run.dp, Zero) for run in runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", (2, 3, 4))
+def test_unequal_parts_and_shares_keep_the_bits(size, tmp_path):
+    for i, shares in enumerate(CUTS[size]):
+        settings = replace(UNFUSED, shares=shares)
+        want = bits(trained(size, settings, tmp_path / f"whole{i}")[0])
+        for stage, shards in itertools.product((1, 2), ([], list(range(size, 0, -1)), [1] + [0] * (size - 1))):
+            runs = trained(size, zero(settings, stage, shards), tmp_path / f"zero{i}{stage}{len(shards)}{sum(shards)}")
+            assert {bits(run) for run in runs} == {want}
 
 
 @pytest.mark.parametrize("accumulate", (1, 3))

@@ -103,7 +103,7 @@ def _features(data: bytes, names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _feature(data: bytes, start: int, stop: int) -> Any:
-    value = None
+    value: Any = None
     for number, at, end in _fields(data, start, stop):
         if number not in _KINDS:
             continue

@@ -42,13 +42,9 @@ Key = tuple[int, str]
 def main(argv: list[str]) -> int:
     """Measure the recipe; 0 if every job did its part, 1 if one failed."""
     args = _parser().parse(argv)
-    from hvdtrain.core.launcher import launch_facts
-
-    if launch_facts(os.environ).kind != "solo":
-        raise UserError("bench case was started under a launcher", "one process: it starts a job for each number of "
-                        "ranks", "run it without mpirun")
     from hvdtrain.commands import train
 
+    race.refuse_launcher("case", "number of ranks", os.environ)
     config = train.parse(["--config", args.recipe, *_keys(args)], os.environ)
     assert config is not None
     config.check()
@@ -64,7 +60,7 @@ def main(argv: list[str]) -> int:
         stack.enter_context(orderly_signals())
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-bench-"))
         groups = stack.enter_context(Throttle([quota] * max(args.np), args.threads)) if quota < 1 else None
-        for number, (ranks, way) in ((n, key) for n in range(args.rounds) for key in turned(jobs, n)):
+        for number, (ranks, way) in ((n, key) for n in range(args.rounds) for key in race.rotated(jobs, n)):
             batch = args.batch * ranks or config.global_batch
             words = _words(args, ranks, way, batch, os.path.join(scratch, f"{way}-{ranks}-{number}"))
             for path in groups.paths[:ranks] if groups else ():
@@ -121,12 +117,6 @@ def _numbers(text: str) -> list[int]:
 def keys(ranks: Sequence[int], ways: Sequence[str]) -> list[Key]:
     """Each job of a round; one rank has nothing to divide. Pure."""
     return [(n, way) for n in dict.fromkeys(ranks) for way in ways if n > 1 or way == "replicate"]
-
-
-def turned(jobs: Sequence[Key], number: int) -> list[Key]:
-    """``jobs``, begun at another one each round, so that none always follows the same noise. Pure."""
-    at = number % len(jobs)
-    return [*jobs[at:], *jobs[:at]]
 
 
 def _keys(args: argparse.Namespace) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -11,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks import throttle
-from benchmarks.worker import MARK
+from benchmarks.worker import guarded, speaker
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
@@ -49,11 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--cgroup", action="append", default=[], help="control group to enter, by rank")
     args, keys = parser.parse_known_args(argv)
-    from hvdtrain.cluster.exit import run_guarded
-    from hvdtrain.core.launcher import launch_facts
-
-    facts = launch_facts(os.environ)
-    return run_guarded(lambda: _train(args, keys, facts), facts)
+    return guarded(lambda facts: _train(args, keys, facts))
 
 
 def _train(args: argparse.Namespace, keys: list[str], facts: Any) -> int:
@@ -80,13 +75,11 @@ def _train(args: argparse.Namespace, keys: list[str], facts: Any) -> int:
     stood_s_P = control.gather(stood_at_end_s - stood_s)
     exchange = 100 * min(stood_s_P) / (ended - began)  # who waits least waits for the exchange only
     if control.rank == 0:
-        about = {"event": "done", "ranks": control.size, "hosts": run.topology.describe(), "framework":
-                 run.spec.framework, "model": run.spec.name, "wire": run.collectives.name, "seed": config.seed,
-                 "global_batch": config.global_batch, "epoch_samples": run.feed.samples, "samples": after - before,
-                 "seconds": ended - began, "peak_bytes": run.memory.get("peak", []), "memory": run.memory,
-                 "exchange_percent": exchange if control.size > 1 else None, "notes": run.notes}
-        sys.stdout.flush()
-        os.write(1, f"\n{MARK}{json.dumps(about, default=str)}\n".encode())
+        speaker(0)({"event": "done", "ranks": control.size, "hosts": run.topology.describe(), "framework":
+                    run.spec.framework, "model": run.spec.name, "wire": run.collectives.name, "seed": config.seed,
+                    "global_batch": config.global_batch, "epoch_samples": run.feed.samples, "samples": after - before,
+                    "seconds": ended - began, "peak_bytes": run.memory.get("peak", []), "memory": run.memory,
+                    "exchange_percent": exchange if control.size > 1 else None, "notes": run.notes})
     control.barrier("end of the bench")
     return 0
 

@@ -22,7 +22,6 @@ from benchmarks.jobs import Job, JobFailed
 from benchmarks.workloads import FILES, WORKLOADS
 from hvdtrain.commands.bench import cli, session
 from hvdtrain.core import terminal
-from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
 from hvdtrain.core.units import MIB
@@ -48,11 +47,8 @@ def main(argv: list[str]) -> int:
     """Measure each way; 0 if every job did its part, 1 if one failed."""
     args = _parser().parse(argv)
     from benchmarks import race
-    from hvdtrain.core.launcher import launch_facts
 
-    if launch_facts(os.environ).kind != "solo":
-        raise UserError("bench memory was started under a launcher", "one process: it starts a job for each way",
-                        "run it without mpirun")
+    race.refuse_launcher("memory", "way", os.environ)
     session.check(args.jsonl)
     env = race.environment(args.ranks, args.threads, os.environ)
     prefix = race.launcher(args, args.ranks, env)

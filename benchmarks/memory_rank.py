@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.worker import MARK
+from benchmarks.worker import guarded, speaker
 from benchmarks.workloads import FILES, WORKLOADS, Workload
 
 EVERY_S = 0.005
@@ -35,11 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("--parameters", "--layer", "--batch", "--steps", "--threads"):
         parser.add_argument(name, type=int, required=True)
     args, keys = parser.parse_known_args(argv)
-    from hvdtrain.cluster.exit import run_guarded
-    from hvdtrain.core.launcher import launch_facts
-
-    facts = launch_facts(os.environ)
-    return run_guarded(lambda: _train(args, keys, facts), facts)
+    return guarded(lambda facts: _train(args, keys, facts))
 
 
 def _train(args: argparse.Namespace, keys: list[str], facts: Any) -> int:
@@ -57,10 +53,8 @@ def _train(args: argparse.Namespace, keys: list[str], facts: Any) -> int:
     mine = status("VmHWM") - began[0], peak[0] - began[1]
     rss, pss, late = zip(*control.gather((*mine, began[0] - imported)))
     if control.rank == 0:
-        found = {"event": "done", "parameters": n_parameters, "wire": run.collectives.name, "rss_bytes": rss,
-                 "pss_bytes": pss, "late_bytes": late, "notes": run.notes}
-        sys.stdout.flush()
-        os.write(1, f"\n{MARK}{json.dumps(found)}\n".encode())
+        speaker(0)({"event": "done", "parameters": n_parameters, "wire": run.collectives.name, "rss_bytes": rss,
+                    "pss_bytes": pss, "late_bytes": late, "notes": run.notes})
     control.barrier("end of the bench")
     return 0
 

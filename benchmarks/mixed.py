@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from benchmarks import parts, peers, race, standings, throttle
@@ -160,22 +161,12 @@ def solo_command(args: argparse.Namespace, plan: Plan, course: Course, at: int, 
 # --- rounds ----------------------------------------------------------------------------------------------------------
 
 def _measure(args: argparse.Namespace, plan: Plan, course: Course, scratch: str) -> int:
-    """Start all, take turns, print and record; every job is ended however this is left."""
-    found = Race()
-    try:
-        try:
-            for at, speed in enumerate(course.alone):
-                race.start(found, parts.solo(speed), solo_command(args, plan, course, at, scratch), plan.env,
-                           args.timeout)
-            for contender in plan.contenders:
-                race.start(found, contender.name, command(args, plan, course, contender.name, scratch),
-                           {**plan.env, **contender.env}, args.timeout)
-            _take_turns(args, plan, course, found)
-        finally:
-            _tell(args, plan, course, found)
-    finally:
-        race.end_all(found.jobs.values())
-    return race.report(found.failed)
+    """Start all, take turns, print and record."""
+    jobs = [(parts.solo(speed), solo_command(args, plan, course, at, scratch), plan.env)
+            for at, speed in enumerate(course.alone)]
+    jobs += [(c.name, command(args, plan, course, c.name, scratch), {**plan.env, **c.env}) for c in plan.contenders]
+    return race.run(lambda _: iter(jobs), partial(_take_turns, args, plan, course), partial(_tell, args, plan, course),
+                    args.timeout)
 
 
 def _take_turns(args: argparse.Namespace, plan: Plan, course: Course, found: Race) -> None:

@@ -13,8 +13,9 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from benchmarks import estimates, race, stages, standings, throttle
@@ -169,20 +170,16 @@ def command(args: argparse.Namespace, plan: Plan, course: Course, contender: Con
 # --- rounds ----------------------------------------------------------------------------------------------------------
 
 def _measure(args: argparse.Namespace, plan: Plan, course: Course, scratch: str) -> int:
-    """Start all, take turns, print and record; every job is ended however this is left."""
-    found, began = Race(), time.monotonic()
-    try:
-        try:
-            for contender in plan.contenders:
-                race.start(found, contender.name, command(args, plan, course, contender, scratch),
-                           {**plan.env, **contender.env}, args.timeout)
-                _take_down(course, contender.name, found.about.get(contender.name, {}))
-            _take_turns(args, plan, course, found, began + args.within)
-        finally:
-            _tell(args, plan, course, found)
-    finally:
-        race.end_all(found.jobs.values())
-    return race.report(found.failed)
+    """Start all, take turns, print and record."""
+    ends_at = time.monotonic() + args.within
+
+    def jobs(found: Race) -> Iterator[tuple[str, list[str], dict[str, str]]]:
+        for c in plan.contenders:
+            yield c.name, command(args, plan, course, c, scratch), {**plan.env, **c.env}
+            _take_down(course, c.name, found.about.get(c.name, {}))
+
+    return race.run(jobs, partial(_take_turns, args, plan, course, ends_at), partial(_tell, args, plan, course),
+                    args.timeout)
 
 
 def _take_down(course: Course, name: str, about: Mapping[str, Any]) -> None:
@@ -193,7 +190,7 @@ def _take_down(course: Course, name: str, about: Mapping[str, Any]) -> None:
         say(f"{name} is cut into " + ", ".join(f"{part[0]} to {part[-1]}" for part in blocks))
 
 
-def _take_turns(args: argparse.Namespace, plan: Plan, course: Course, found: Race, ends_at: float) -> None:
+def _take_turns(args: argparse.Namespace, plan: Plan, course: Course, ends_at: float, found: Race) -> None:
     """All rounds, or as many as there is time and a job for."""
     for number in range(args.rounds):
         began = time.monotonic()

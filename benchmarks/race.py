@@ -12,9 +12,9 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks import peers
 from benchmarks.jobs import GRACE_S, Job, JobFailed
@@ -27,6 +27,7 @@ from hvdtrain.core import ROOT, terminal
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.terminal import say
 
+T = TypeVar("T")
 EXPORTED = ("OMP_NUM_THREADS", "PYTHONPATH", "TF_CPP_MIN_LOG_LEVEL", "TORCH_NCCL_ENABLE_MONITORING")
 
 
@@ -88,11 +89,8 @@ def add_options(parser: cli.Parser, rounds: int, warmup: int, warmup_help: str, 
 def plan(args: argparse.Namespace, bench: str, names: Iterable[str], ranks: int, env: Mapping[str, str]) -> Plan:
     """Check the options against this machine; `UserError` where they do not fit it. Tells who is left out."""
     from hvdtrain.cluster.topology import affinity
-    from hvdtrain.core.launcher import launch_facts
 
-    if launch_facts(env).kind != "solo":
-        raise UserError(f"bench {bench} was started under a launcher", "one process: it starts a job for each "
-                        "contender", f"start it with python -m benchmarks {bench}")
+    refuse_launcher(bench, "contender", env)
     if importlib.util.find_spec(args.framework) is None:
         raise UserError(f"{args.framework} is not installed", "the framework that is to be measured",
                         "install it, or choose another --framework")
@@ -115,6 +113,15 @@ def plan(args: argparse.Namespace, bench: str, names: Iterable[str], ranks: int,
     prefix = launcher(args, ranks, settings)
     return Plan(tuple(contenders), {c.name: () if c.alone or ranks == 1 else prefix for c in contenders}, settings,
                 threads, batch, left_out, set_for_all(settings, env))
+
+
+def refuse_launcher(bench: str, each: str, env: Mapping[str, str]) -> None:
+    """Raise `UserError` under a launcher."""
+    from hvdtrain.core.launcher import launch_facts
+
+    if launch_facts(env).kind != "solo":
+        raise UserError(f"bench {bench} was started under a launcher", f"one process: it starts a job for each {each}",
+                        f"start it with python -m benchmarks {bench}")
 
 
 def named(text: str) -> list[str]:
@@ -203,6 +210,25 @@ def start(race: Race, name: str, argv: list[str], env: dict[str, str], timeout_s
         drop(failure, race)
 
 
+def run(jobs: Callable[[Race], Iterator[tuple[str, list[str], dict[str, str]]]], turns: Callable[[Race], None],
+        tell: Callable[[Race], None], timeout_s: float) -> int:
+    """Start the ``jobs`` (name, words, environment), take ``turns``, ``tell``; every job is ended however this is left.
+
+    Where a signal ends it, the rounds that were complete are told first: whoever sent it may not wait long.
+    """
+    found = Race()
+    try:
+        try:
+            for name, argv, env in jobs(found):
+                start(found, name, argv, env, timeout_s)
+            turns(found)
+        finally:
+            tell(found)
+    finally:
+        end_all(found.jobs.values())
+    return report(found.failed)
+
+
 def turn(job: Job, orders: Sequence[str], timeout_s: float) -> list[dict[str, Any]]:
     """Run one turn of a job: resume, send each of ``orders``, suspend; return its answers."""
     job.resume()
@@ -211,7 +237,7 @@ def turn(job: Job, orders: Sequence[str], timeout_s: float) -> list[dict[str, An
     return done
 
 
-def rotated(names: Sequence[str], number: int) -> list[str]:
+def rotated(names: Sequence[T], number: int) -> list[T]:
     """``names``, begun at another one each round, so that none always follows the same noise. Pure."""
     at = number % len(names) if names else 0
     return [*names[at:], *names[:at]]

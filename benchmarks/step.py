@@ -13,6 +13,7 @@ import argparse
 import os
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from benchmarks import floor, peers, race, standings
@@ -88,23 +89,11 @@ def command(args: argparse.Namespace, plan: Plan, contender: Contender, scratch:
 # --- rounds ----------------------------------------------------------------------------------------------------------
 
 def _measure(args: argparse.Namespace, plan: Plan, scratch: str) -> int:
-    """Start all, take turns, print and record; every job is ended however this is left.
-
-    Where a signal ends it, the rounds that were complete are told first: whoever sent it may not wait long.
-    """
+    """Start all, take turns, print and record."""
     session.check(args.jsonl)
-    found = Race()
-    try:
-        try:
-            for contender in plan.contenders:
-                race.start(found, contender.name, command(args, plan, contender, scratch),
-                           {**plan.env, **contender.env}, args.timeout)
-            _take_turns(args, plan, found)
-        finally:
-            _tell(args, plan, found)
-    finally:
-        race.end_all(found.jobs.values())
-    return race.report(found.failed)
+    jobs = [(c.name, command(args, plan, c, scratch), {**plan.env, **c.env}) for c in plan.contenders]
+    return race.run(lambda _: iter(jobs), partial(_take_turns, args, plan), partial(_tell, args, plan),
+                    args.timeout)
 
 
 def _take_turns(args: argparse.Namespace, plan: Plan, found: Race) -> None:

@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,12 +37,18 @@ def main(argv: list[str] | None = None) -> int:
     """Run one rank; exit status of the process."""
     args = _parser().parse_args(argv)
     from hvdtrain.cluster import quiet
+
+    quiet.watch_import()
+    return guarded(lambda facts: _serve(args, facts))
+
+
+def guarded(work: Callable[[Any], int]) -> int:
+    """Return the status of ``work`` on the facts of this rank's launch, its exit guarded."""
     from hvdtrain.cluster.exit import run_guarded
     from hvdtrain.core.launcher import launch_facts
 
-    quiet.watch_import()
     facts = launch_facts(os.environ)
-    return run_guarded(lambda: _serve(args, facts), facts)
+    return run_guarded(lambda: work(facts), facts)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,7 +89,7 @@ def _serve(args: argparse.Namespace, facts: Any) -> int:
     if args.cgroup:
         importlib.import_module(args.framework)  # minutes in a slow group, and no part of what is measured
         throttle.enter(args.cgroup[control.rank])
-    say = _speaker(control.rank)
+    say = speaker(control.rank)
     entry = contender(args.contender, args.framework)
     link = _link(control) if args.links and floor.counts(entry) else None
     prepared = entry.prepare(_setup(args, control))
@@ -224,12 +231,12 @@ def _outcome(prepared: Prepared, control: Any, before: list[np.ndarray]) -> dict
     return {"loss": loss, "moved": math.sqrt(way), "equal": len(set(control.gather(digest))) == 1}
 
 
-def _speaker(rank: int) -> Any:
+def speaker(rank: int) -> Any:
     """Rank 0's way to tell the parent something, in one write; the others keep silent."""
     def say(message: dict[str, Any]) -> None:
         if rank == 0:
             sys.stdout.flush()
-            os.write(1, f"\n{MARK}{json.dumps(message)}\n".encode())
+            os.write(1, f"\n{MARK}{json.dumps(message, default=str)}\n".encode())
     return say
 
 

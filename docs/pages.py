@@ -157,11 +157,11 @@ def api() -> str:
 def _horovod_names(package: str) -> list[str]:
     """Return directives for the names of a package with lazy names; those of Horovod's basics as a list."""
     module = importlib.import_module(package)
-    homes = {name: home if home.startswith(package) else f"{package}.{home}" for name, home in module._HOME.items()}
-    rest = sorted(set(module.__all__) - set(homes))
-    shown = [f"::: {home}.{name}\n" for name, home in homes.items() if _documented(home, name)]
-    rest = sorted([*rest, *(name for name, home in homes.items() if not _documented(home, name))])
-    return [*shown, "As in Horovod: " + ", ".join(f"`{name}`" for name in rest) + "."]
+    homes = {name: home if "." in home else f"{package}.{home}" for name, home in module._HOME.items()}
+    shown = {name: home for name, home in homes.items() if home.startswith(package) and _documented(home, name)}
+    rest = sorted(set(module.__all__) - set(shown))
+    return [*(f"::: {home}.{name}\n" for name, home in shown.items()),
+            "As in Horovod: " + ", ".join(f"`{name}`" for name in rest) + "."]
 
 
 def _documented(module: str, name: str) -> bool:

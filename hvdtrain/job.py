@@ -48,8 +48,7 @@ class JobFramework(Protocol):
 class World:
     """This process's place in the job, and its transports; ``hvd``: Horovod's module, None over another transport.
 
-    ``device``: "cpu" where only some ranks have a GPU. ``shared``: the transport over shared memory or None, once it
-    was asked for.
+    ``device``: "cpu" where only some ranks have a GPU. ``shared``: the transport over shared memory, if any.
     """
 
     framework: JobFramework
@@ -234,10 +233,7 @@ def wire(process_set: ProcessSet = global_process_set) -> Any:
 
 
 def shared_wire(process_set: ProcessSet, able: bool) -> SharedCollectives | None:
-    """Return the transport of dense gradients of ``process_set`` in shared memory, or None. Collective.
-
-    ``able``: whether this rank could use it.
-    """
+    """Return the shared-memory transport of ``process_set``'s dense gradients, or None; ``able``: here. Collective."""
     here = world()
     if process_set.process_set_id != 0:
         return None
@@ -302,8 +298,7 @@ def is_homogeneous() -> bool:
 def add_process_set(process_set: Any) -> ProcessSet:
     """Register another set after `init(process_sets="dynamic")`, and return it; collective over all ranks.
 
-    ``process_set``: a `ProcessSet`, or a list of ranks. Errors: `ValueError` where sets are not dynamic, and for a set
-    that exists.
+    ``process_set``: a `ProcessSet`, or a list of ranks. Errors: `ValueError` where sets are not dynamic, or exist.
     """
     here = world()
     one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)

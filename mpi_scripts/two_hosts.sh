@@ -129,22 +129,6 @@ done
 new=(unshare --net --mount --uts --ipc --pid --fork --kill-child --mount-proc)
 problem=$("${new[@]}" env --default-signal=INT true 2>&1) || skip "namespaces are not allowed here: $problem"
 
-# setpriv: unshare is killed with this script, and kills the first process inside. The parent is compared because this
-# script may already have gone when setpriv asked for that.
-# shellcheck disable=SC2016
-setpriv --pdeathsig KILL bash -c '((PPID == $1)) && shift && exec "$@"' _ $$ \
-    "${new[@]}" bash "$0" --inside "$rate" "$rate_bit" "$@" <&0 &
-child=$!
-trap 'caught=130' INT
-trap 'caught=143' TERM
-trap 'caught=129' HUP
-caught=0
-wait "$child"
-status=$?
-((caught)) || exit "$status"
-# COMMAND hears SIGTERM (through the first process inside) and has 1.8 s; then the kernel ends the rest.
-first=$(grep -lsxE "PPid:[[:space:]]+$child" /proc/[0-9]*/status)
-kill -TERM ${first:+"${first//[^0-9]/}"} 2>/dev/null
-for _ in {1..18}; do kill -0 "$child" 2>/dev/null && sleep 0.1; done
-kill -KILL "$child" 2>/dev/null
-exit "$caught"
+# shellcheck source=/dev/null
+. "${BASH_SOURCE%/*}/inside.sh"
+run_inside "$rate" "$rate_bit" "$@"

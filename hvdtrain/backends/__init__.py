@@ -79,8 +79,7 @@ def gradients_recorded() -> contextlib.AbstractContextManager[Any]:
     if torch.is_inference_mode_enabled():
         raise UserError("fit inside torch.inference_mode(), where tensors have no gradient",
                         "a fit outside of it", "build the model and call fit outside of `with torch.inference_mode():`")
-    context: contextlib.AbstractContextManager[Any] = torch.enable_grad()
-    return context
+    return torch.enable_grad()
 
 
 def load(framework: str) -> Any:

@@ -41,10 +41,7 @@ REFUSALS = (
 
 @dataclass(frozen=True)
 class Exportable:
-    """A model with a run's weights, on one device, and `SAMPLES` of its data as an `Evaluator` takes them.
-
-    ``opset``: version of ONNX's operators; 0: the exporter's own.
-    """
+    """A model with a run's weights and `SAMPLES` for an `Evaluator`. ``opset``: ONNX's; 0: the exporter's own."""
 
     spec: Spec
     parts: ModelParts

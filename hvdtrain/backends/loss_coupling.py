@@ -58,8 +58,7 @@ class LossValue(NamedTuple):
 
 class Finding(NamedTuple):
     """A loss that is no weighted mean over samples: what was found, and the remedy. ``outputs``: the model's outputs
-    depend on the other samples of the batch already, so that the loss is not to blame. ``unjudged``: nothing was found
-    out, for the reason in ``got``.
+    depend on the other samples of the batch already. ``unjudged``: nothing was found out; ``got`` says why.
     """
 
     got: str
@@ -93,8 +92,7 @@ OUTPUTS = "the model's outputs for a sample depend on the other samples of its b
 
 
 def per_row(outputs: Sequence[np.ndarray], n: int) -> tuple[tuple[tuple[int, ...], np.ndarray], ...]:
-    """Return `LossValue.rows` of ``outputs``: of those (n, ...), their shapes and the mean and mean size of each row.
-    """
+    """Return `LossValue.rows` of ``outputs``: of those (n, ...), shapes, and mean and mean size of each row."""
     return tuple((x.shape[1:], np.stack([x.reshape(n, -1).mean(1), np.abs(x).reshape(n, -1).mean(1)], 1))
                  for x in outputs if x.ndim and x.shape[0] == n and x.size)
 
@@ -236,9 +234,7 @@ def _grain(number: float) -> float:
 
 
 def _coupled(difference: Difference) -> bool | None:
-    """Return whether outputs for a sample depend on the other samples; None: no output has a row per sample, or they
-    draw random numbers.
-    """
+    """Return whether a sample's outputs depend on other samples; None: no rows, or they draw random numbers."""
     found = None
     for i, (shape, rows_N2) in enumerate(difference.whole[0].rows):
         parts = [[value.rows[i] for value in values if len(value.rows) == len(difference.whole[0].rows)]
@@ -343,10 +339,7 @@ def note_of(finding: Finding) -> str:
 
 
 def apply_finding(finding: Finding | None, feed: Feed, parts: ModelParts, recovery: Recovery, notes: list[str]) -> None:
-    """Refuse a run's loss where its batch is divided, else keep the batch undivided; alike on every rank.
-
-    Errors: `UserError`.
-    """
+    """Refuse a run's loss where its batch is divided, else keep it undivided; alike on every rank. `UserError`."""
     if finding is None:
         return
     divided = feed.divides() or getattr(parts.stage, "divides", False)

@@ -59,8 +59,7 @@ def one_sample(rank: int, where: str = "", do: str = "") -> UserError:
 def told(model: Any, batch: Sequence[Any], evaluates: bool = False) -> Iterator[None]:
     """Turn a framework's refusal of ``batch``, a tuple of arrays, into a `UserError` with that refusal as its cause.
 
-    ``evaluates``: PyTorch records no gradient within the body. Errors that are no such refusal, bugs such as a
-    NameError, pass through.
+    ``evaluates``: PyTorch records no gradient within the body. Other errors, such as a NameError, pass through.
     """
     try:
         yield

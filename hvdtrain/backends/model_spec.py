@@ -139,8 +139,7 @@ def refuse_groups(spec: Any, where: str, do: str) -> None:
 def _of_transformers(model: Any) -> dict[str, Any]:
     """Return the functions of a model of transformers or peft, whose forward returns a ModelOutput; {} for others."""
     theirs = any(c.__module__.startswith(("transformers.", "peft.")) for c in type(model).__mro__)
-    found: dict[str, Any] = importlib.import_module(_PRETRAINED).parts_of(model) if theirs else {}
-    return found
+    return importlib.import_module(_PRETRAINED).parts_of(model) if theirs else {}
 
 
 def _by_block(find: Callable[[str], Any], args: dict[str, Any]) -> list[Callable[..., Any]]:

@@ -44,8 +44,7 @@ METRICS |= dict.fromkeys(("WordErrorRate", "CharErrorRate", "MeanSquaredError", 
 def metric_of(name: str) -> Metric:
     """Return the facts of metric ``name``, in any case, also of a ``module:callable``; those of a loss if unknown.
 
-    Keras puts the name of an output in front, and the number of a metric of the same class behind; torchmetrics puts
-    the kind of the task in front.
+    Keras puts the name of an output in front, and a number behind; torchmetrics puts the task's kind in front.
     """
     return _found(name) or Metric()
 
@@ -92,10 +91,7 @@ def _shape(value: Any) -> tuple[Any, ...]:
 
 def of_model_file(task: Callable[..., Any], metrics: Callable[..., Any] | None, *args: Any,
                   **more: Any) -> dict[str, Pair]:
-    """Return (sum, weight) of "loss" and of each metric that a model file computes from ``args``.
-
-    Errors: `UserError` where ``metrics`` returns no dict of pairs.
-    """
+    """Return (sum, weight) of "loss" and each metric that a model file computes from ``args``, or `UserError`."""
     pairs = {"loss": checked_pair(task(*args, **more))}
     if metrics is not None:
         found = metrics(*args, **more)

@@ -152,8 +152,7 @@ class WithCallbacks:
             for name, array in callback.arrays().items()), place)
 
     def rest(self) -> dict[str, Any]:
-        rest: dict[str, Any] = self._inner.rest()
-        return rest
+        return self._inner.rest()
 
     def wants(self, heads: Sequence[Head]) -> list[Want]:
         own = [one for one in heads if one.group != CALLBACKS]

@@ -19,7 +19,7 @@ from hvdtrain.checkpoint.manifest import MANIFEST_NAME, CheckpointError, damaged
 from hvdtrain.checkpoint.snapshot import BLOCK_BYTES, inspect, read_snapshot
 from hvdtrain.checkpoint.store import CheckpointStore, Log
 from hvdtrain.config import Config
-from hvdtrain.core import RunFiles
+from hvdtrain.core import RunFiles, user_cache
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.object_store import ObjectStore, StorageError
 from hvdtrain.core.resolve import absolute, check_url, is_url
@@ -36,12 +36,12 @@ _FOLDER = re.compile(r"(?:checkpoints/)?step-(\d{1,18})", re.ASCII)
 
 def staging(url: str) -> Path:
     """Return the folder of this host in which a run under ``url`` works."""
-    return _cache() / f"{_name(url)}-{_digest(url)[:12]}"
+    return user_cache("remote") / f"{_name(url)}-{_digest(url)[:12]}"
 
 
 def copy_of(url: str) -> Path:
     """Return the folder for what this process downloads to read only; the next download removes it once that ended."""
-    return _cache() / files.hidden_name("tmp", serial=_digest(url)[:8])
+    return user_cache("remote") / files.hidden_name("tmp", serial=_digest(url)[:8])
 
 
 def local_path(out: str) -> Path:
@@ -244,8 +244,3 @@ def _name(url: str) -> str:
 
 def _digest(url: str) -> str:
     return hashlib.sha256(url.rstrip("/").encode()).hexdigest()
-
-
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base, "hvdtrain", "remote")

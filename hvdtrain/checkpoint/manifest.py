@@ -81,10 +81,7 @@ def encode_meta(meta: dict[str, Any]) -> bytes:
 
 
 def encode(manifest: Manifest, meta: bytes = b"") -> bytes:
-    """Encode a manifest as the bytes of ``manifest.json``; CheckpointError where ``meta`` would change.
-
-    ``meta``: `encode_meta` of the manifest's, where a caller has it.
-    """
+    """Encode a manifest as ``manifest.json``; ``meta``: its `encode_meta`, if known. Errors: CheckpointError."""
     meta = meta or encode_meta(manifest.meta)
     document = {
         "format": FORMAT,

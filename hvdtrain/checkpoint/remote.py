@@ -84,10 +84,7 @@ def forget(config: Config) -> None:
 
 
 def prepared(config: Config, spared: Collection[str] = SUPERVISED) -> Path:
-    """Make and return the staging folder; `UserError` where a new run's URL or the folder already holds a run.
-
-    ``spared``: names that a new run leaves in the folder.
-    """
+    """Make and return the staging folder, without ``spared`` names; `UserError` where a run is there already."""
     local = staging(config.out)
 
     def look(store: ObjectStore) -> tuple[Collection[str], bool]:

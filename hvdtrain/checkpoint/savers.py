@@ -1,7 +1,4 @@
-"""Save in the background: how often, what it takes of the disk, host memory for copies, and the thread that writes.
-
-Knows neither the state that is copied nor its format.
-"""
+"""Save in the background: how often, disk space, host memory for copies, and the thread that writes."""
 
 from __future__ import annotations
 

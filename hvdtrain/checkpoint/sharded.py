@@ -37,13 +37,10 @@ class ShardFile(NamedTuple):
     shards: dict[str, list[Any]]
 
 
-def shard_file(rank: int) -> str:
-    return file_name(f"shard-{rank:04d}")
-
-
 def write_shard(temp: Path, rank: int, shards: Sequence[Shard]) -> ShardFile:
     """Write a rank's shards into the directory ``temp`` as one durable file. OSError, `CheckpointError`."""
-    name, group = shard_file(rank), f"shard-{rank:04d}"
+    group = f"shard-{rank:04d}"
+    name = file_name(group)
     arrays = {key: portable(key, shard.values.reshape(-1), group)
               for shard in shards for key in [f"{shard.group}/{shard.name}"]}
     plan = layout({key: Spec(array.dtype, array.shape) for key, array in arrays.items()}, group)

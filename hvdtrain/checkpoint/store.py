@@ -1,7 +1,4 @@
-"""Keep the last checkpoints of a run in one directory: list, resume from, and remove.
-
-`hvdtrain.checkpoint.snapshot` writes and reads them.
-"""
+"""Keep the last checkpoints of a run in one directory: list, resume from and remove; `snapshot` writes them."""
 
 from __future__ import annotations
 
@@ -80,8 +77,7 @@ class CheckpointStore:
         """Write a checkpoint, then remove older ones down to ``keep``; return its path.
 
         Raises what ``write_snapshot`` raises, and older checkpoints are then untouched. Failing to remove old ones is
-        only logged. Checkpoints of a later step (the run started over) and damaged or foreign directories are never
-        removed.
+        only logged. Checkpoints of a later step (the run started over) and damaged or foreign directories stay.
         """
         self.begin()
         newest = self.list()[-1:] if frozen.GROUP in content.specs() else []
@@ -100,8 +96,7 @@ class CheckpointStore:
             log(f"note: not enough space for the checkpoint of step {step}: the oldest one, {path.name}, was removed")
 
     def drop_oldest(self, before: int = sys.maxsize) -> Path | None:
-        """Remove the oldest whole checkpoint before a step, not the newest or best; return its path or None. OSError.
-        """
+        """Remove the oldest whole checkpoint before a step, not the newest or best; return its path. OSError."""
         removable = self._removable(before, 1)
         if not removable:
             return None
@@ -223,7 +218,5 @@ class CheckpointStore:
         newest = max((stored.step for stored in listed), default=saved_step)
         if newest > saved_step and not self._warned_newer:
             self._warned_newer = True
-            log(
-                f"{self.root} already holds a checkpoint of step {newest}, later than step {saved_step} "
-                "that was just saved; a resume would use the later one. Move it away if this run starts over"
-            )
+            log(f"{self.root} already holds a checkpoint of step {newest}, later than step {saved_step} "
+                "that was just saved; a resume would use the later one. Move it away if this run starts over")

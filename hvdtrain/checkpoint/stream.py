@@ -60,11 +60,6 @@ def pieces_of(size: int, unit: int = 1) -> list[tuple[int, int]]:
     return [(low, min(size, low + most)) for low in range(0, size, most)]
 
 
-def n_pieces(size: int) -> int:
-    """Return how many pieces `pieces_of` gives."""
-    return max(1, -(-size // PIECE_BYTES))
-
-
 def messages(heads: Sequence[Head]) -> Iterator[list[Piece]]:
     """Yield the pieces that travel together, message by message; the same at both ends."""
     together: list[Piece] = []
@@ -203,13 +198,12 @@ class FileOrder:
         tensors = {**{group: {} for group in FIRST}, **tensors_of(heads_P)}
         specs = {group: {name: tensor.spec for name, tensor in named.items()} for group, named in tensors.items()}
         sources = {group: [source for tensor in named.values() for source, one in tensor.parts
-                           for _ in range(n_pieces(n_bytes(one)))] for group, named in tensors.items()}
+                           for _ in range(max(1, -(-n_bytes(one) // PIECE_BYTES)))] for group, named in tensors.items()}
         return cls(heads_P, specs, sources)
 
 
 def _place(group: str, itemsize: int, name: str, begin: int, n: int) -> tuple[int, str, int, str, int, int]:
-    """Return a shard's sort key in a checkpoint: by group, then as `hvdtrain.checkpoint.tensors.layout` orders a file.
-    """
+    """Return a shard's sort key: by group, then as `hvdtrain.checkpoint.tensors.layout` orders a file."""
     first = FIRST.index(group) if group in FIRST else len(FIRST)
     return first, group, -itemsize, name, begin, n
 

@@ -1,4 +1,1 @@
-"""Processes and hosts of a job: start, place, agreement and end.
-
-Moves no gradients: `hvdtrain.comm.collectives` does.
-"""
+"""Processes and hosts of a job: start, place, agreement, end. `hvdtrain.comm.collectives` moves gradients."""

@@ -115,10 +115,7 @@ def slurm_left_s(text: str) -> float:
 
 
 def lsf_left_s(text: str) -> float:
-    """Return the seconds in bjobs' ``time_left``, such as "1:30 L"; 0 for no limit and for an estimate (E). Pure.
-
-    LSF counts in minutes: up to a minute less may be left.
-    """
+    """Return the seconds in bjobs' ``time_left`` ("1:30 L"); 0: no limit, or an estimate (E). Pure."""
     found = re.fullmatch(r"(\d+):(\d+)\s*[LX]", text.strip())
     return max(1.0, (int(found[1]) * 60 + int(found[2]) - 1) * 60.0) if found else 0.0
 

@@ -41,11 +41,10 @@ def start_control(facts: LaunchFacts, timeout_s: float, horovod: Any = None, dev
 
     solo: no MPI is imported. mpi: MPI_Init with THREAD_MULTIPLE. gloo: over ``horovod``, the module that
     `start_horovod` returned. Claims this rank's ``devices_per_rank`` devices; not with ``claim=False``, for scripts
-    that pick a device by their local rank themselves. A later call that claims
-    still does, which takes effect where nothing has started CUDA yet. ``heartbeat_s``:
-    `hvdtrain.cluster.liveness.watch`'s bound, None: the environment's or the default; it begins before MPI does. Raises
-    `UserError` where MPI and the launcher do not fit together, for several processes of torchrun, and, on every rank,
-    where a host has too few devices.
+    that pick a device by their local rank themselves. A later call that claims still does, which takes effect where
+    nothing has started CUDA yet. ``heartbeat_s``: `hvdtrain.cluster.liveness.watch`'s bound, None: the environment's or
+    the default; it begins before MPI does. Raises `UserError` where MPI and the launcher do not fit together, for
+    several processes of torchrun, and where a host has too few devices.
     """
     if heartbeat_s is not None or "control" not in _started:
         watch.start(facts, heartbeat_s)

@@ -32,8 +32,7 @@ def bounds(rounds: Sequence[Round], rank: int) -> tuple[float, float]:
 
 
 def offset(rounds: Sequence[Round], rank: int) -> dict[str, float]:
-    """Return ``{"offset_s", "within_s"}``: rank's clock is ahead of rank 0's by offset_s, give or take within_s. Pure.
-    """
+    """Return ``{"offset_s", "within_s"}``: the rank's clock is ahead of rank 0's by offset_s +- within_s. Pure."""
     least, most = bounds(rounds, rank)
     return {"offset_s": round((least + most) / 2, 6), "within_s": round(abs(most - least) / 2, 6)}
 

@@ -1,7 +1,6 @@
 """Control planes: small Python objects, decisions and agreement on errors among the ranks of a job.
 
-Starts nothing: `hvdtrain.cluster.boot` does. Objects are pickled: they come from ranks of the same job, which run the
-same user's code.
+Starts nothing: `hvdtrain.cluster.boot` does. Objects are pickled: they come from ranks of the same job and user.
 """
 
 from __future__ import annotations
@@ -307,10 +306,7 @@ def _mpi() -> Any:
 
 
 def in_turn(control: Control, work: Callable[[], T], what: str) -> T:
-    """Return ``work()`` of this rank, done by one rank of each host after the other: it takes much of a host's memory.
-
-    Collective, as `agreed`.
-    """
+    """Return ``work()``, done by one rank of each host after the other, as it takes memory. Collective, as `agreed`."""
     found: list[T] = []
     for turn in range(max(control.gather(control.local_size))):
         agreed(control, lambda: found.append(work()) if turn == control.local_rank else None, what)

@@ -203,10 +203,15 @@ def cpu_facts() -> DeviceFacts:
     """Return this host's processor, by the name that the kernel knows, and its available memory."""
     import platform
 
-    name, memory_bytes = platform.processor() or platform.machine(), 0
+    name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         name = cpu_model(Path("/proc/cpuinfo").read_text()) or name
+    return DeviceFacts("cpu", name, platform.machine(), meminfo().get("MemAvailable", 0))
+
+
+def meminfo(proc: str = "/proc") -> dict[str, int]:
+    """Return what the kernel tells of the host's memory, in bytes by its names; {} where it does not."""
     with contextlib.suppress(OSError):
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        memory_bytes = int(found[1]) * 1024 if found else 0
-    return DeviceFacts("cpu", name, platform.machine(), memory_bytes)
+        rows = re.findall(r"^(\w+):\s+(\d+) kB", Path(proc, "meminfo").read_text(), re.MULTILINE)
+        return {name: int(kib) * 1024 for name, kib in rows}
+    return {}

@@ -1,7 +1,4 @@
-"""End of a process of a job: one message, the right exit status on every rank, and no hang.
-
-Leaves deciding what is an error to others.
-"""
+"""End of a process of a job: one message, the right exit status on every rank, and no hang."""
 
 from __future__ import annotations
 
@@ -168,8 +165,7 @@ def _leave(text: str, status: int, facts: LaunchFacts) -> int:
 def _bound_leaving() -> None:
     """Bound the time to the end of the process, in which Horovod and MPI wait for all ranks again.
 
-    Python's threads, and so the watchdog, are gone by MPI_Finalize: from there an alarm clock ends the process and the
-    job.
+    Python's threads, and so the watchdog, are gone by MPI_Finalize: from there an alarm ends the process and the job.
     """
     control = boot.current_control()
     if control is None or control.size == 1:

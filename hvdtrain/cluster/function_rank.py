@@ -1,7 +1,6 @@
 """Rank of `hvdtrain.run`: receive a function through a named pipe, call it, send its result or its error.
 
-Starts no MPI, since the function may have to set devices or load Horovod first. `hvdtrain.cluster.run_function` starts
-the ranks.
+Starts no MPI, as the function may set devices or load Horovod first. `hvdtrain.cluster.run_function` starts the ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Horovod: find it, start and stop it, and say why it cannot be used.
-
-Nothing runs at import; MPI comes first (`hvdtrain.cluster.boot`), because mpi4py asks for threads.
-"""
+"""Horovod: find it, start and stop it after MPI (`hvdtrain.cluster.boot`), and say why it cannot be used."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ _running: dict[str, Any] = {}
 
 
 def horovod_libraries(framework: str) -> list[Path] | None:
-    """Return Horovod's native libraries for ``framework`` ("torch" or "tensorflow"); None where it is not installed.
-
-    Looks for files and imports nothing.
-    """
+    """Return Horovod's native libraries for "torch" or "tensorflow", by files alone; None: not installed."""
     found = importlib.util.find_spec("horovod")
     if found is None or not found.submodule_search_locations:
         return None
@@ -64,9 +58,8 @@ def start_horovod(framework: str, exchange: ExchangeConfig, where: LaunchFacts |
                   over_host: bool = False) -> Any:
     """Import horovod.torch or horovod.tensorflow and initialise it; return the module.
 
-    ``where``: the started control plane (it must be up first: mpi4py asks MPI for threads), or the facts of a gloo
-    job. ``over_host``: it will be given tensors in host memory. Raises `HorovodUnavailable` with the reason and the
-    remedy.
+    ``where``: the started control plane (it must be up first: mpi4py asks MPI for threads), or the facts of a gloo job.
+    ``over_host``: it will be given tensors in host memory. Raises `HorovodUnavailable` with reason and remedy.
     """
     hvd = _running_horovod(framework, exchange, where)
     if over_host and not (hvd.mpi_enabled() or hvd.gloo_enabled()):

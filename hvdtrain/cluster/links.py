@@ -89,8 +89,7 @@ def plan(hosts: int, budget_s: float = BUDGET_S) -> tuple[list[list[Pair]], floa
 
 
 def rounds(hosts: int) -> list[list[Pair]]:
-    """Return every pair of hosts once, in rounds in which each host has one partner at most (the circle method). Pure.
-    """
+    """Return every pair of hosts once, in rounds with one partner for each host (the circle method). Pure."""
     if hosts < 2:
         return []
     seats = list(range(hosts + hosts % 2))  # an odd one is met by nobody, in its turn
@@ -183,8 +182,7 @@ def measure(comm: Any, hosts: Sequence[Sequence[int]], budget_s: float = BUDGET_
 
 def lead(comm: Any, peer: int, pair_s: float,
          timeout_s: float = TIMEOUT_S) -> tuple[float, LinkTiming, LinkTiming, LinkTiming]:
-    """Measure the link to ``peer``, which follows, for about ``pair_s``: (latency in seconds, there, back, both ways).
-    """
+    """Measure the link to ``peer``, which follows, for about ``pair_s``: (latency_s, there, back, both ways)."""
     end = _End(comm, peer, timeout_s)
     latency_s = _latency(end, _PING_PART * pair_s)
     there, back, both = (_way(end, kind, latency_s, _WAY_PART * pair_s) for kind in (THERE, BACK, BOTH))

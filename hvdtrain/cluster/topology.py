@@ -56,8 +56,7 @@ def arrange(rows: Sequence[tuple[str, Sequence[int], float] | tuple[str, Sequenc
     Pure.
 
     The cores of a host are the union over its ranks: ranks that mpirun bound to one core each add up, ranks that share
-    all cores do not. Quotas lower it: one that ranks share, such as a container's, once; those of groups of their own
-    add up.
+    all cores do not. Quotas lower it: one that ranks share, such as a container's, once; own groups' add up.
     """
     nodes = list(dict.fromkeys(row[0] for row in rows))
     hosts = []

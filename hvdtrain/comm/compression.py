@@ -1,7 +1,6 @@
 """Classes of compression in Horovod's manner, for any framework: one for each compressor of this project.
 
-Owns what `hvdtrain.tensorflow.Compression` and `hvdtrain.torch.Compression` share; casts are the frameworks'. Buckets
-are `hvdtrain.comm.compressors`'.
+Owns what `hvdtrain.tensorflow.Compression` and `hvdtrain.torch.Compression` share; casts are the frameworks'.
 """
 
 from __future__ import annotations

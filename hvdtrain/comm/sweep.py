@@ -66,8 +66,7 @@ AFTER_WARMUP = 1 << 30
 
 @dataclass(frozen=True)
 class Sweep:
-    """Result of `measure`: links by kind, costs by compressor, why the others cannot be used, and the seconds it took.
-    """
+    """Result of `measure`: links by kind, costs by compressor, why others cannot be used, and its seconds."""
 
     links: dict[str, Link]
     costs: tuple[CompressorCost, ...]

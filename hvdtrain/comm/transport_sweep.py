@@ -103,8 +103,7 @@ class _TransportProbe:
         self._work: dict[tuple[int, int], Callable[[Sequence[Array]], list[Array]]] = {}
 
     def turn(self, count: int, nbytes: int) -> tuple[float, float]:
-        """Sum ``count`` vectors of ``nbytes`` at once: (seconds, processor seconds of this process) until all are here.
-        """
+        """Sum ``count`` vectors of ``nbytes`` at once: (seconds, processor seconds of this process) until the last."""
         key = count, nbytes
         if key not in self._vectors:
             self._vectors[key] = [self._vector(nbytes // 4) for _ in range(count)]

@@ -31,7 +31,6 @@ class ExchangingParts(Protocol):
     @property
     def stage(self) -> Stage:
         """Stage that runs forward and backward."""
-        ...
 
 
 class ExchangingRun(Protocol):
@@ -46,7 +45,6 @@ class ExchangingRun(Protocol):
 
     def note(self, text: str) -> None:
         """Keep a remark for the summary and the log, and print it on rank 0 now."""
-        ...
 
 
 def open_wire(config: Config, framework: str, backend: Any, control: Control, topology: Topology,
@@ -96,21 +94,20 @@ class Wires:
         if kind == "auto" and not asks_horovod and not cut_over_ranks(config) and self._on_cpus():
             return self._by_rule(notes)
         shares = kind == "auto" and not asks_horovod and near and self._on_cpus()
-        wire = _shared(config, control, notes) if shares or kind == "shared" else None
+        wire = self._shared(notes) if shares or kind == "shared" else None
         if wire is None and kind == "auto" and cut_over_ranks(config):
             notes.append("gradients go over plain MPI: Horovod sums over all ranks of a job, "
                          "here only ranks of the same stage sum")
         elif wire is None and kind in ("auto", "horovod"):
-            wire = _horovod(config, self._framework, self._backend, control, self._topology, self._devices, host, notes)
+            wire = self._horovod(host, notes)
         if wire is None:
-            wire = _mpi(config, notes)
+            wire = self._mpi(notes)
         return self._staged(self._agreed(wire, notes))
 
     def _on_cpus(self) -> bool:
         """Return whether gradients lie in host memory on all ranks, MPI connects them, and no graph waits for the sums.
 
-        Keras on TensorFlow takes BatchNorm's moments over ranks inside of its graph, which no transport of the host
-        can.
+        Keras on TensorFlow takes BatchNorm's moments over ranks inside its graph, which no transport of the host can.
         """
         if self._config.sync_batchnorm and not getattr(self._backend, "SYNCS_OVER_HOST", True):
             return False
@@ -120,7 +117,7 @@ class Wires:
         config, control = self._config, self._control
         hosts = tuple(len(h.ranks) for h in self._topology.hosts)
         asked = config.exchange.hierarchical
-        shared = _shared(config, control, notes) if max(hosts) > 1 or asked else None
+        shared = self._shared(notes) if max(hosts) > 1 or asked else None
         known = self._framework in horovod.NATIVE
         reason = horovod.horovod_reason(self._framework) if known else f"Horovod has no support for {self._framework}"
         lacking = [r for r in control.gather(reason) if r]
@@ -143,14 +140,11 @@ class Wires:
     def get(self, name: str, notes: list[str] | None = None) -> tuple[Collectives | None, str]:
         """Return (a transport by its name, "") or (None, why it is not available), the same on every rank."""
         if name not in self._open:
-            config, control, said = self._config, self._control, notes if notes is not None else []
-            wire: Collectives | None
+            said = notes if notes is not None else []
             if name == "horovod":
                 self._found_horovod = _runs_horovod(self._framework)
-                wire = _horovod(config, self._framework, self._backend, control, self._topology, self._devices, False,
-                                said)
-            else:
-                wire = _shared(config, control, said) if name == "shared" else _mpi(config, said)
+            wire = self._horovod(False, said) if name == "horovod" else \
+                self._shared(said) if name == "shared" else self._mpi(said)
             if wire is None:
                 return None, said[-1].partition(": ")[2]
             self._open[name] = self._agreed(wire, notes)
@@ -196,6 +190,49 @@ class Wires:
             return wire
         return wire if self._control.agree(not boot.mpi_threads()) else self._backend.stage(wire, self._control)
 
+    def _mpi(self, notes: list[str]) -> Collectives:
+        if self._config.exchange.hierarchical:
+            raise UserError("exchange.hierarchical, but neither shared memory nor Horovod is available: "
+                            "" + "; ".join(notes), "one of them", f"{BUILD}, or leave exchange.hierarchical out")
+        from hvdtrain.comm.collectives.mpi import MpiCollectives
+
+        return MpiCollectives(boot.mpi_comm(), timeout_s=self._config.control_timeout_s)
+
+    def _shared(self, notes: list[str]) -> Collectives | None:
+        """Return shared memory within hosts; None, with a note, where auto has to do without."""
+        from hvdtrain.comm.collectives.shared import SharedCollectives, SharedUnavailable
+
+        try:
+            return SharedCollectives(boot.mpi_comm(), timeout_s=self._config.control_timeout_s)
+        except SharedUnavailable as error:
+            if self._config.collectives == "shared":
+                raise UserError(f"collectives shared is not available: {error.reason}", "ranks of a host that see each "
+                                "other's memory", "set collectives: auto") from None
+            notes.append(f"no shared memory for gradients: {error.reason}")
+            return None
+
+    def _horovod(self, host: bool, notes: list[str]) -> Collectives | None:
+        """Return Horovod's collectives, over host memory where ``host``; None, with a note, where auto has none."""
+        config, control, framework = self._config, self._control, self._framework
+        asked = config.collectives == "horovod" or config.exchange.adasum or config.exchange.autotune
+        lacking = [r for r in control.gather(horovod.horovod_reason(framework)) if r]
+        if not lacking:  # a rank whose Horovod does not load would have the others wait in its start
+            lacking = [r for r in control.gather(_does_not_load(framework)) if r]
+        if not lacking:
+            start, wire, reason = partial(horovod.start_horovod, where=control, over_host=host), None, None
+            try:
+                wire = self._backend.collectives("horovod", control, config.exchange, start, over_host=host)
+            except horovod.HorovodUnavailable as error:
+                reason = error.reason
+            lacking = [r for r in control.gather(reason) if r]
+            if not lacking:
+                _check_horovod(config, wire, self._topology, self._devices, host)
+                return wire
+        if asked:
+            raise UserError(f"collectives horovod is not available: {lacking[0]}", "a Horovod built here", BUILD)
+        notes.append(f"gradients go over plain MPI: {lacking[0]}")
+        return None
+
 
 def _runs_horovod(framework: str) -> bool:
     hvd = sys.modules.get(f"horovod.{framework}")
@@ -232,66 +269,12 @@ def over_host(config: Config, devices: Sequence[DeviceFacts], notes: list[str]) 
     return bool(reason)
 
 
-def _mpi(config: Config, notes: list[str]) -> Collectives:
-    if config.exchange.hierarchical:
-        raise UserError("exchange.hierarchical, but neither shared memory nor Horovod is available: "
-                        "" + "; ".join(notes),
-                        "one of them", f"{BUILD}, or leave exchange.hierarchical out")
-    from hvdtrain.comm.collectives.mpi import MpiCollectives
-
-    return MpiCollectives(boot.mpi_comm(), timeout_s=config.control_timeout_s)
-
-
-def _shared(config: Config, control: Control, notes: list[str]) -> Collectives | None:
-    """Return shared memory within hosts; None, with a note, where auto has to do without."""
-    from hvdtrain.comm.collectives.shared import SharedCollectives, SharedUnavailable
-
-    try:
-        return SharedCollectives(boot.mpi_comm(), timeout_s=config.control_timeout_s)
-    except SharedUnavailable as error:
-        if config.collectives == "shared":
-            raise UserError(f"collectives shared is not available: {error.reason}", "ranks of a host that see each "
-                            "other's memory", "set collectives: auto") from None
-        notes.append(f"no shared memory for gradients: {error.reason}")
-        return None
-
-
-def _horovod(config: Config, framework: str, backend: Any, control: Control, topology: Topology,
-             devices: Sequence[DeviceFacts], host: bool, notes: list[str]) -> Collectives | None:
-    """Return Horovod's collectives, over host memory where ``host``; None, with a note, where auto has to do without.
-    """
-    asked = config.collectives == "horovod" or config.exchange.adasum or config.exchange.autotune
-    lacking = [r for r in control.gather(horovod.horovod_reason(framework)) if r]
-    if not lacking:  # a rank whose Horovod does not load would have the others wait in its start
-        lacking = [r for r in control.gather(_does_not_load(framework)) if r]
-    if not lacking:
-        wire, reason = _start_horovod(config, framework, backend, control, host)
-        lacking = [r for r in control.gather(reason) if r]
-        if not lacking:
-            _check_horovod(config, wire, topology, devices, host)
-            return wire
-    if asked:
-        raise UserError(f"collectives horovod is not available: {lacking[0]}", "a Horovod built here", BUILD)
-    notes.append(f"gradients go over plain MPI: {lacking[0]}")
-    return None
-
-
 def _does_not_load(framework: str) -> str | None:
     try:
         horovod.load_horovod(framework)
     except horovod.HorovodUnavailable as error:
         return error.reason
     return None
-
-
-def _start_horovod(config: Config, framework: str, backend: Any, control: Control,
-                   host: bool) -> tuple[Any, str | None]:
-    """Return (Horovod's collectives, None) or (None, why this rank has none)."""
-    start = partial(horovod.start_horovod, where=control, over_host=host)
-    try:
-        return backend.collectives("horovod", control, config.exchange, start, over_host=host), None
-    except horovod.HorovodUnavailable as error:
-        return None, error.reason
 
 
 def _check_horovod(config: Config, wire: Any, topology: Topology, devices: Sequence[DeviceFacts], host: bool) -> None:

@@ -1,7 +1,4 @@
-"""``python -m hvdtrain checkpoints RUN``: list, verify and remove a run's checkpoints, export weights.
-
-Imports no framework; reads tensors only to verify or to export.
-"""
+"""``python -m hvdtrain checkpoints RUN``: list, verify, remove and export, without any framework."""
 
 from __future__ import annotations
 
@@ -233,10 +230,7 @@ def _export(root: Path, args: argparse.Namespace) -> int:
 
 
 def chosen(root: Path, step: int | None) -> tuple[Path, OpenCheckpoint]:
-    """Return the checkpoint of ``step``, or the newest whole one for None, and report newer damaged ones.
-
-    Errors: `UserError` where there is none or it is damaged.
-    """
+    """Return the checkpoint of ``step``, or the newest whole one; `UserError` where none is or it is damaged."""
     store = CheckpointStore(root, 1)
     if step is None:
         found = store.latest_whole(say)

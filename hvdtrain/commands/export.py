@@ -1,7 +1,6 @@
 """``python -m hvdtrain export RUN --format F --out PATH``: a run's model for serving, without hvdtrain.
 
-Owns the list of formats and what lies at PATH. The writers are the backends', `hvdtrain.commands.evaluate` has the
-weights.
+Owns the list of formats and what lies at PATH. Writers are the backends', `hvdtrain.commands.evaluate` has the weights.
 """
 
 from __future__ import annotations
@@ -98,15 +97,11 @@ def parser() -> argparse.ArgumentParser:
 
 def _writer(text: str) -> Callable[[Exportable, Path], str]:
     home, _, name = text.partition(":")
-    found: Callable[[Exportable, Path], str] = getattr(importlib.import_module(f"hvdtrain.backends.{home}"), name)
-    return found
+    return getattr(importlib.import_module(f"hvdtrain.backends.{home}"), name)
 
 
 def _published(out: Path, write: Callable[[Path], str]) -> str:
-    """Call ``write`` with a path aside, then rename all that it has made; files besides ``out`` come first.
-
-    Errors: `UserError`; nothing is left then.
-    """
+    """Call ``write`` with a path aside, then rename what it made, ``out`` last; `UserError` leaves nothing."""
     try:
         files.make_directories(out.parent)
         temp = files.make_temp(out.parent)

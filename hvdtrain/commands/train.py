@@ -202,10 +202,8 @@ def _meant(name: str) -> str:
 
 def _free(name: str) -> str | None:
     """Return the key with free-form entries that ``name`` lies below (model_args.width: model_args), or None."""
-    return next(
-        (k for k, hint in _hints().items() if hint is dict and name.startswith(f"{k}.") and name != f"{k}."),
-        None,
-    )
+    return next((k for k, hint in _hints().items() if hint is dict and name.startswith(f"{k}.") and name != f"{k}."),
+                None)
 
 
 def _files(paths: list[str | None], written: dict[str, str]) -> dict[str, Any]:
@@ -244,8 +242,7 @@ def _another(before: Any, name: str) -> bool:
 def _spelled_out(layers: list[list[Option]], base: dict[str, Any]) -> list[Option]:
     """Return the options of all layers in order, ``--optimizer SGD`` spelled out as ``--optimizer.name SGD``.
 
-    A bare name other than an earlier layer's comes without that layer's args; args of its own layer are its own, in any
-    order.
+    A bare name other than an earlier layer's comes without that layer's args; args of its own layer stay.
     """
     deep, sections = schema.sections(Config), schema.named_sections(Config)
     names = {name: base[name].get("name") for name in sections if name in base}
@@ -285,11 +282,8 @@ def _check_tree(found: Any, cls: type, prefix: str, where: str) -> None:
         if name in deep and isinstance(value, dict):
             _check_tree(value, deep[name], f"{prefix}{name}.", where)
         elif name in deep or value is None:
-            raise UserError(
-                f"{prefix}{name} is {schema.shown(value)} {where}",
-                schema.in_words(hints[name]),
-                f"correct {prefix}{name}",
-            )
+            raise UserError(f"{prefix}{name} is {schema.shown(value)} {where}", schema.in_words(hints[name]),
+                            f"correct {prefix}{name}")
 
 
 def _typed(base: dict[str, Any], options: list[Option]) -> Config:
@@ -333,11 +327,8 @@ def _set_entry(values: Any, name: str, value: Any, where: str) -> None:
     for part in path:
         at[part] = dict(at.get(part) or {}) if isinstance(at.get(part), dict) or at.get(part) is None else None
         if at[part] is None:
-            raise UserError(
-                f"{where} sets an entry of {part}, which is not a mapping",
-                "one or the other",
-                f"correct {key}",
-            )
+            raise UserError(f"{where} sets an entry of {part}, which is not a mapping", "one or the other",
+                            f"correct {key}")
         at = at[part]
     at[last] = value
 

@@ -94,8 +94,7 @@ def names_optimizer(rest: Sequence[str], env: Mapping[str, str]) -> bool:
 
 
 def uneven(size: int) -> tuple[int, ...]:
-    """Return different shares for ``size`` ranks, the last of three or more with nothing: 2 -> (1, 2), 3 -> (1, 2, 0).
-    """
+    """Return different shares for ``size`` ranks, a third or later one with nothing: 2 -> (1, 2), 3 -> (1, 2, 0)."""
     shares = list(range(1, size + 1))
     if size > 2:
         shares[-1] = 0
@@ -204,10 +203,7 @@ def caveats_of(outs: Sequence[Path]) -> list[str]:
 
 
 def _asks_why(differences: Sequence[float], caveats: Sequence[str]) -> bool:
-    """Return whether one process's own rounding has to explain a difference. Pure.
-
-    A caveat, where there is one, explains what is beyond all tolerance.
-    """
+    """Return whether one process's own rounding, and no caveat, has to explain a difference. Pure."""
     large = [difference for difference in differences if not difference <= comparison.LEAST]
     return any(difference <= comparison.MOST for difference in large) or bool(large) and not caveats
 

@@ -216,8 +216,7 @@ def cut_over_ranks(config: Keys) -> bool:
 
 
 def micro_batches(config: Keys, depth: int) -> int:
-    """Return the parts in which a copy of ``depth`` ranks computes its part of a batch, where it has so many samples.
-    """
+    """Return the parts in which a copy of ``depth`` ranks computes its part of a batch, given enough samples."""
     if depth == 1:
         return config.accumulate
     return config.pipeline.micro_batches or max(config.accumulate, FOR_EACH * depth)
@@ -309,10 +308,7 @@ def notes(setup: ConfigContext) -> list[str]:
 
 
 def assumed(config: Config, idle: Collection[str]) -> str:
-    """Return the line that names what is assumed of a user's own training; "" where all of it is set. Pure.
-
-    ``idle``: keys without effect (`idle`).
-    """
+    """Return the line that names what is assumed of a user's own training, or ""; ``idle``: idle keys. Pure."""
     values, names = [], []
     if config.optimizer.name == "auto" and "optimizer.args" not in idle:
         values.append("Adam")

@@ -72,10 +72,7 @@ def targets(key: schema.Key) -> set[str]:
 
 
 def refuse_both(cls: type, given: Iterable[tuple[str, Collection[str]]], where: str = "") -> None:
-    """Raise `UserError` where an alias and another name of one place set the same key.
-
-    ``given``: every name with the keys that it sets; ``where``: the place, for the message.
-    """
+    """Raise `UserError` where an alias and another name ``given`` at ``where`` set the same key."""
     known, first = of(cls), dict[str, str]()
     for name, sets in given:
         for key in sorted(sets):

@@ -1,7 +1,6 @@
 """Configuration keys of a tree of dataclasses: names, types as text, and checks of values.
 
-Owns the reading of the dataclasses of `hvdtrain.config` for the command line, the docs and the checks; knows no key
-by name.
+Owns the reading of the dataclasses of `hvdtrain.config` for the command line, the docs and the checks; knows no key.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ _NUMBERS = {int: numbers.Integral, float: numbers.Real}
 
 @dataclass(frozen=True)
 class Key:
-    """A key: dotted ``name``, type ``hint``, ``default``, ``unit`` ("" if it has none) and meaning ``doc``.
-
-    The other facts are those of `hvdtrain.config.sections.key`.
-    """
+    """A key: dotted ``name``, type ``hint``, ``default``, ``unit`` or "", ``doc``; others: `config.sections.key`."""
 
     name: str
     hint: Any

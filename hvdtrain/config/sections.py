@@ -21,10 +21,7 @@ def is_off(value: Any) -> bool:
 
 
 class Unused(NamedTuple):
-    """Why a changed key has no effect; ``when`` asks a `hvdtrain.config.ConfigContext`, which lies above this file.
-
-    ``but``: the key of a section for which it does not hold.
-    """
+    """Why a changed key has no effect; ``when`` asks a `hvdtrain.config.ConfigContext`. ``but``: excepted key."""
 
     why: str
     when: Callable[[Any], bool]
@@ -119,7 +116,7 @@ class DataConfig:
     readers: Literal["auto", "host", "each"] = key(
         "auto", "", "ranks that read and decode a stream. host: one of each host, which gives the others their rows "
         "over shared memory; each: all; auto: host where the stream begins alike on all ranks and draws nothing from "
-        "the global random generators", affects="nothing")
+        "the global random generators, and hosts divide the files of a stream that names them", affects="nothing")
 
 
 @dataclass(frozen=True)

@@ -65,10 +65,7 @@ class StepWindow(NamedTuple):
 
 
 def window_of(text: str) -> StepWindow | None:
-    """Return the window that ``20:30`` spells: when 20 steps have ended until 30 have. None for "".
-
-    Errors: `UserError` for anything else, also for a window without a step.
-    """
+    """Return the window of ``20:30``, from the end of step 20 to that of 30; None for "". Errors: `UserError`."""
     if not text:
         return None
     match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", text)

@@ -26,10 +26,7 @@ _FLOAT = re.compile(r"""^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9]
 
 
 def read(path: str, option: str = "--config") -> dict[str, Any]:
-    """Return the mapping in the file ``path``, or in the recipe ``hvdtrain:NAME``; `UserError` for anything else.
-
-    ``option``: what named the file, for messages.
-    """
+    """Return the mapping in ``path`` or the recipe ``hvdtrain:NAME``, named by ``option``, or `UserError`."""
     file = Path(recipes.path_of(path))
     try:
         if not file.exists():
@@ -49,15 +46,11 @@ def read(path: str, option: str = "--config") -> dict[str, Any]:
         raise UserError(f"{path!r} is not a text file in UTF-8", "a YAML file", f"correct {option}") from None
     found = load(text, repr(path))
     if found is None:
-        raise UserError(
-            f"{path!r} is empty", "a mapping such as lr: 0.01", f"write a key into it, or leave {option} out"
-        )
+        raise UserError(f"{path!r} is empty", "a mapping such as lr: 0.01",
+                        f"write a key into it, or leave {option} out")
     if not isinstance(found, dict):
-        raise UserError(
-            f"{path!r} holds a {type(found).__name__}",
-            "a mapping such as lr: 0.01",
-            "write one key: value a line",
-        )
+        raise UserError(f"{path!r} holds a {type(found).__name__}", "a mapping such as lr: 0.01",
+                        "write one key: value a line")
     return found
 
 
@@ -75,9 +68,8 @@ def load(text: str, where: str) -> Any:
         raise UserError(f"{where}{place}: {' '.join((error.problem or error.context or 'not YAML').split())}", "YAML",
                         "correct it there") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        raise UserError(
-            f"{where} cannot be read as YAML: {' '.join(str(error).split())[:100]}", "YAML", "correct it"
-        ) from None
+        raise UserError(f"{where} cannot be read as YAML: {' '.join(str(error).split())[:100]}", "YAML",
+                        "correct it") from None
 
 
 def dump(data: Any) -> str:
@@ -101,11 +93,8 @@ def _check(text: str, where: str) -> None:
         if deepest > MAX_DEPTH:
             raise UserError(f"{where} nests values {MAX_DEPTH} deep and more", "a flat recipe", "correct it")
         if getattr(event, "tag", None) not in (None, "!"):
-            raise UserError(
-                f"{where}, line {event.start_mark.line + 1}: the tag {event.tag}",
-                "plain values, without tags",
-                "remove the tag",
-            )
+            raise UserError(f"{where}, line {event.start_mark.line + 1}: the tag {event.tag}",
+                            "plain values, without tags", "remove the tag")
 
 
 @lru_cache(maxsize=1)

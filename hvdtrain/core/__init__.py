@@ -25,6 +25,12 @@ class RunFiles:
     """What a run that has begun has left."""
 
 
+def user_cache(kind: str = "") -> Path:
+    """Return $XDG_CACHE_HOME/hvdtrain/``kind``, or that of ``~/.cache``; it need not exist."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base, "hvdtrain", kind)
+
+
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Give the body another name to write a file by; then it replaces ``path``, and none is left after an error."""

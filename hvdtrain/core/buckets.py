@@ -70,13 +70,6 @@ def more_buckets(buckets: Sequence[Bucket], params: Sequence[ParamSpec], first: 
 def _bucket(index: int, members: Sequence[int], params: Sequence[ParamSpec], group: str) -> Bucket:
     sizes = [params[i].n for i in members]
     ends = np.cumsum(sizes)
-    return Bucket(
-        index=index,
-        params=tuple(members),
-        shapes=tuple(params[i].shape for i in members),
-        offsets=tuple(int(e - s) for e, s in zip(ends, sizes)),
-        n=int(ends[-1]),
-        dtype=params[members[0]].dtype,
-        place=params[members[0]].place,
-        group=group,
-    )
+    return Bucket(index=index, params=tuple(members), shapes=tuple(params[i].shape for i in members),
+                  offsets=tuple(int(e - s) for e, s in zip(ends, sizes)), n=int(ends[-1]),
+                  dtype=params[members[0]].dtype, place=params[members[0]].place, group=group)

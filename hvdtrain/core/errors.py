@@ -1,7 +1,6 @@
 """Errors a user can fix: what was got, what was expected, what to do.
 
-Owns the exception types, the nearest-name hint and counts with their nouns. Does not print or exit:
-`hvdtrain.cluster.exit` does.
+Owns the exception types, the nearest-name hint and counts with their nouns. `hvdtrain.cluster.exit` prints and exits.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import difflib
 import locale
 import os
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 EXIT_USER_ERROR = 2
 """Exit status of every rank after a user's mistake."""
@@ -125,6 +124,15 @@ def count(n: float, one: str, many: str = "") -> str:
     """
     number = f"{n:,}" if isinstance(n, int) else f"{n:g}"
     return f"{number} {one if n == 1 else many or one + 's'}"
+
+
+def some(names: Sequence[str], most: int = 3, between: str = ", ") -> str:
+    """Return the first ``most`` names, and how many there are more.
+
+    >>> some(["a", "b"], 2), some(["a", "b", "c", "d"], 2)
+    ('a, b', 'a, b and 2 more')
+    """
+    return between.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def closest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -161,10 +161,7 @@ class Layout:
 
 
 def depths_of(stages: int, depths: Sequence[int], size: int) -> list[int]:
-    """Return the depth of each copy in a job of ``size`` ranks: as ``depths`` says, else ``stages`` for each.
-
-    Errors: `UserError` where they do not make up the ranks.
-    """
+    """Return each copy's depth in a job of ``size`` ranks, by ``depths`` or ``stages``; `UserError` if unfit."""
     if depths:
         if sum(depths) != size:
             raise UserError(f"pipeline.depths {list(depths)} make up {count(sum(depths), 'rank')} in a job of {size}",
@@ -201,10 +198,7 @@ class Group:
         return self.ranks.index(self.rank)
 
     def name(self, tag: str) -> str:
-        """Return the name of a collective of this group: the same on every member, different for different groups.
-
-        Ranks 0, 1, 2, 5 and "grad.0" give "g0-2,5.grad.0".
-        """
+        """Return the name of a collective of this group: ranks 0, 1, 2, 5 and "grad.0" give "g0-2,5.grad.0"."""
         return f"g{spans(self.ranks)}.{tag}"
 
 

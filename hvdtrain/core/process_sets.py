@@ -13,6 +13,12 @@ Average, Sum, Adasum, Min, Max, Product = range(6)
 KINDS = {Average: "sum", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
 """Reduction -> what a transport calls it; an average is a sum, divided."""
 
+SHARED_HOME = dict.fromkeys("Adasum Average Max Min ProcessSet Product Sum global_process_set".split(), __name__) | \
+    dict.fromkeys("add_process_set cross_rank cross_size get_process_set_ids_and_ranks is_homogeneous is_initialized "
+                  "local_rank local_size mpi_threads_supported rank remove_process_set shutdown size start_timeline "
+                  "stop_timeline".split(), "hvdtrain.job")
+"""Name that `hvdtrain.torch` and `hvdtrain.tensorflow` both have as it is -> its module."""
+
 
 class ProcessSet:
     """Some ranks of the job, given as numbers or as an mpi4py communicator over them; Horovod's, without Horovod.

@@ -40,10 +40,7 @@ def paths_from(directory: str) -> Iterator[None]:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """Return ``path`` as an absolute path, from the directory of `paths_from`, else from the current one.
-
-    ``file:///a/b`` is the path ``/a/b``.
-    """
+    """Return ``path`` or ``file:///a/b`` as an absolute path, from the directory of `paths_from` or the current one."""
     return Path(os.path.abspath(os.path.join(_start, os.fspath(path).removeprefix(_FILE))))
 
 
@@ -90,17 +87,11 @@ def check_url(key: str, path: str | os.PathLike[str]) -> None:
 
 
 def load_callable(text: str, key: str) -> Callable[..., Any]:
-    """Return the callable that ``text`` names; `UserError` naming config key ``key`` if there is none.
-
-    The current directory is searched first, as ``python -m`` does.
-    """
+    """Return the callable ``text`` names, first in the current directory; `UserError` naming ``key`` if none."""
     where, _, attribute = text.rpartition(":")
     if not where or not attribute:
-        raise UserError(
-            f"{key} is {text!r}",
-            "module:callable or path/file.py:callable",
-            f"name the callable after a colon in {key}",
-        )
+        raise UserError(f"{key} is {text!r}", "module:callable or path/file.py:callable",
+                        f"name the callable after a colon in {key}")
     module = load_module(where, key)
     found = getattr(module, attribute, None)
     if not callable(found):
@@ -119,11 +110,8 @@ def load_module(where: str, key: str) -> ModuleType:
     if where.endswith(".py"):
         return _load_file(Path(where), key)
     if not all(part.isidentifier() for part in where.split(".")):
-        raise UserError(
-            f"{key}: {where!r} is no module name",
-            "a dotted module name, or a file that ends in .py",
-            f"correct {key}",
-        )
+        raise UserError(f"{key}: {where!r} is no module name", "a dotted module name, or a file that ends in .py",
+                        f"correct {key}")
     here = str(absolute(""))
     if here not in sys.path and ("" not in sys.path or here != str(Path.cwd())):
         sys.path.insert(0, here)
@@ -198,17 +186,13 @@ def in_slot(package: str, function: str) -> tuple[str, ...]:
 
 
 def load_slot(package: str, name: str, key: str, function: str) -> Callable[..., Any]:
-    """Return ``function`` of the file ``name`` in ``package``, or the callable that ``name`` spells out.
-
-    Errors: `UserError` naming config key ``key`` where there is neither.
-    """
+    """Return ``function`` of file ``name`` in ``package``, or ``name``'s callable; `UserError` naming ``key``."""
     if ":" in name:
         return load_callable(name, key)
     built_in = in_slot(package, function)
     if name not in built_in:
         raise UserError(f"{key} is {name!r}", f"{nearest(name, built_in)}, or module:callable", f"correct {key}")
-    found: Callable[..., Any] = getattr(importlib.import_module(f"{package}.{name}"), function)
-    return found
+    return getattr(importlib.import_module(f"{package}.{name}"), function)
 
 
 def completed(made: Any, defaults: type) -> Any:

@@ -1,7 +1,4 @@
-"""The random generators of Python and numpy as arrays, so that a run can be resumed bit by bit.
-
-Owns the two that every run has; a backend adds its framework's.
-"""
+"""The random generators of Python and numpy as arrays, so that a run can be resumed bit by bit."""
 
 from __future__ import annotations
 
@@ -43,10 +40,7 @@ def restore(state: dict[str, np.ndarray]) -> None:
 
 
 def mark() -> Callable[[], None]:
-    """Note where both generators are; the function returned puts them back there.
-
-    For every step: it takes some 3 us where nothing draws from them, `capture` 55.
-    """
+    """Note where both generators are (in some 3 us, `capture`: 55); the function returned puts them back."""
     own, numpys = _pythons(), _numpys()
 
     def back() -> None:

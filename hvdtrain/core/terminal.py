@@ -86,10 +86,7 @@ def escaped(text: str, stream: Any) -> str:
 
 
 class Stdout:
-    """Passes on to the stdout of now what a library prints, and drops what that does not take.
-
-    rich ends the program where it meets a broken pipe.
-    """
+    """Pass on what a library prints to the stdout of now; drop the rest: a broken pipe makes rich end the program."""
 
     encoding = "utf-8"
 
@@ -182,10 +179,7 @@ def _rich(title: str, headers: Sequence[str], rows: Rows) -> None:
 
 
 def facts(title: str, rows: Iterable[tuple[str, str]], plain: bool) -> str:
-    """Return a box of names and values. ``plain``: for a file or a launcher, whose pseudo-terminals are none.
-
-    Errors: ImportError without rich.
-    """
+    """Return a box of names and values, ``plain`` for a file or launcher. Errors: ImportError without rich."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

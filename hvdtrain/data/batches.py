@@ -19,6 +19,7 @@ from hvdtrain.core.protocols.types import Cursor, Unread
 from hvdtrain.data.ledger import Comparison
 from hvdtrain.data.sources import ArraySource, Source, Unreadable, checked, fetched, innermost
 from hvdtrain.data.stream import Arrays
+from hvdtrain.data.stream_reading import ShardPosition
 from hvdtrain.planning.batch.sampler import bucketed, epoch_order
 
 WeightFn = Callable[[Arrays], float]
@@ -49,7 +50,9 @@ class LocalBatch:
     ``numbers``: int64[n_local], of a stream the positions in it; None where the ranks' streams are of several lengths.
     ``unread``: (number, place, reason) of samples of this rank that were left out, which ``n_local`` does not count.
     ``check``: a stream's checksum of all ``n``. ``own_weight``: this rank's part of ``weight``. ``consumed``: samples
-    by which the position moves on. ``counts_P``: samples of each rank, where they differ from the cut's.
+    by which the position moves on. ``counts_P``: samples of each rank, where they differ from the cut's. ``runs``:
+    numbers of all that was read of a stream for the step, (first number, samples). ``waits``: the host has no share of
+    this step, and may have samples of its shard left.
     """
 
     n: int
@@ -64,6 +67,8 @@ class LocalBatch:
     consumed: int = 0
     counts_P: Sequence[int] | None = None
     all_unread: tuple[Unread, ...] = ()
+    runs: Sequence[tuple[int, int]] = ()
+    waits: bool = False
 
     def weighed(self, weight_fn: WeightFn | None) -> LocalBatch:
         """Return this batch with ``own_weight``: its samples, or what ``weight_fn`` says of them."""
@@ -97,6 +102,7 @@ class SourceWalk:
         """Samples that this rank and its workers have fetched for batches; comparisons of ranks are not counted."""
         self._first = np.unique(np.linspace(0, self.samples - 1, READ_BEFORE, dtype=np.int64))
         self._comparison, self.head, self.reads = Comparison(data, self.samples, seed), None, True
+        self.shards = ShardPosition()
 
     def settle(self) -> str:
         """Return "": each rank reads its share."""

@@ -42,8 +42,9 @@ class Feed:
     so many samples alone; 0: all. ``samples``: those of an epoch, None for a stream. ``unread``: samples that all ranks
     have left out of the current or last walk. ``reading``: a lock that keeps the background thread from reading while
     others hold it, since other data may share its files and generators. ``readers``: which ranks read a stream
-    (``data.readers``). ``bucket``: ``data.bucket``. ``walk``: what reads the data. Errors: `UserError` for empty data,
-    a global batch < 1, unusable shares. Rank 0 warns where the ranks' streams differ.
+    (``data.readers``). ``bucket``: ``data.bucket``. ``ordered``: keep a stream's order, which hosts that divide its
+    files change. ``walk``: what reads the data. Errors: `UserError` for empty data, a global batch < 1, unusable
+    shares. Rank 0 warns where the ranks' streams differ.
     """
 
     def __init__(self, data: Source | Stream, global_batch: int, *, rank: int = 0, size: int = 1,
@@ -51,7 +52,7 @@ class Feed:
                  accumulate: int | Sequence[int] = 1, micro_batch: int = 0, control: Control | None = None,
                  weight_fn: WeightFn | None = None, prefetch: int = 2, even_micros: bool = False,
                  skip_unread: bool = False, most: int = 0, readers: str = "each",
-                 bucket: int = 0) -> None:
+                 bucket: int = 0, ordered: bool = False) -> None:
         assert 0 <= rank < size and isinstance(data, (Source, Stream))
         at_least("global_batch", global_batch, 1)
         at_least("data.prefetch", prefetch, 0)
@@ -76,7 +77,8 @@ class Feed:
             self.walk = SourceWalk(data, self.global_batch, seed, control, even_micros, skip_unread, most, bucket)
         else:
             assert control is not None, "detecting the end of a stream on all ranks"
-            self.walk = StreamWalk(data, self.global_batch, rank, control, even_micros, most, readers, prefetch)
+            self.walk = StreamWalk(data, self.global_batch, rank, control, even_micros, most, readers, prefetch,
+                                   ordered)
         self.samples: int | None = self.walk.samples
 
     @property

@@ -35,13 +35,17 @@ SIGNS = 8
 
 
 class Rows(NamedTuple):
-    """Rows [low, high) of a global batch of ``n`` samples, and the ``check``sum of the whole batch."""
+    """Rows [low, high) of the ``n`` samples that a reader has read for a step, and the ``check``sum of all of them.
+
+    ``runs``: numbers of the ``n`` samples (`hvdtrain.data.stream.RowQueue.take`).
+    """
 
     n: int
     check: int
     low: int
     high: int
     arrays: Arrays
+    runs: Sequence[tuple[int, int]]
 
 
 class HostReader:
@@ -96,11 +100,12 @@ class HostReader:
                 self._put(rank, (number, kind, 0, 0, 0, 0, len(text)), [np.frombuffer(text, np.uint8)])
 
     def send(self, number: int, parts: list[Arrays], n: int, check: int,
-             bounds: Callable[[int], tuple[int, int]]) -> None:
-        """Give each other rank its rows of a global batch of ``n``; ``bounds``: place in the cut -> rows [low, high).
+             bounds: Callable[[int], tuple[int, int]], runs: Sequence[tuple[int, int]] = ()) -> None:
+        """Give each other rank its rows of the ``n`` of a step, numbered ``runs``; ``bounds``: place in the cut ->
+        rows [low, high).
         """
         self._said = time.monotonic()
-        text = pickle.dumps([(array.dtype, array.shape[1:]) for array in parts[0]])
+        text = pickle.dumps(([(array.dtype, array.shape[1:]) for array in parts[0]], runs))
         for rank, place in self._others:
             low, high = bounds(place)
             rows = [one for column in zip(*between(parts, low, high)) for one in _contiguous(column)]
@@ -136,7 +141,8 @@ class HostReader:
                 raise UserError(got, expected, do).of_kind(kind)
             if words[1] == _END:
                 return
-            yield Rows(n, check, low, high, _arrays(message, at + _padded(nbytes), what, high - low))
+            layout, runs = what
+            yield Rows(n, check, low, high, _arrays(message, at + _padded(nbytes), layout, high - low), runs)
 
     def _put(self, rank: int, words: tuple[int, ...], parts: list[np.ndarray]) -> None:
         head = np.zeros(_WORDS, np.int64)

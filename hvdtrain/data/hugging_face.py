@@ -27,6 +27,31 @@ def adapted(obj: Any, seed: int, rows: ColumnNames,
     return DatasetRows(obj, rows, to_array) if rows.collate is None else Collated(obj, rows, seed, to_array)
 
 
+_BY_SAMPLE = {"ExamplesIterable", "ArrowExamplesIterable", "RebatchedArrowExamplesIterable", "SelectColumnsIterable",
+              "MappedExamplesIterable", "FilteredExamplesIterable", "BufferShuffledExamplesIterable",
+              "InterleavedShardsExamplesIterable", "FormattedExamplesIterable", "RepeatExamplesIterable"}
+"""Stages of a ``datasets.IterableDataset`` that give the same samples whichever files they are given together."""
+
+
+def files_of(dataset: Any) -> int:
+    """Return how many files of a stream its ``shard(num_shards, index)`` can divide without a change of its samples.
+
+    0 for a ``datasets.IterableDataset`` with ``take``, ``skip``, a batched map or indices, or divided already.
+    """
+    if not any((c.__module__, c.__name__) == ("datasets.iterable_dataset", "IterableDataset")
+               for c in type(dataset).__mro__):
+        return int(getattr(dataset, "num_shards", 0)) if callable(getattr(dataset, "shard", None)) else 0
+    stage = getattr(dataset, "_ex_iterable", None)
+    if stage is None or getattr(dataset, "_distributed", None) is not None:
+        return 0
+    while stage is not None:
+        across = (getattr(stage, name, False) for name in ("batched", "with_indices", "drop_last_batch"))
+        if type(stage).__name__ not in _BY_SAMPLE or any(across):
+            return 0
+        stage = getattr(stage, "ex_iterable", None)
+    return int(getattr(dataset, "num_shards", 0))
+
+
 class DatasetRows:
     """Columns of numbers of a ``datasets.Dataset``; those of text, and those that the model does not take, are left
     out. A pickle of it names the Arrow files, which each process maps. ``of_user``: a function of the user's makes

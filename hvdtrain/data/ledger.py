@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,15 @@ def sums_of_range(start: int, stop: int, epoch: int) -> Sums:
     found = Sums()
     for low in range(start, stop, CHUNK):
         found += sums_of(np.arange(low, min(low + CHUNK, stop), dtype=np.int64), epoch)
+    return found
+
+
+def sums_of_ranges(ranges: Sequence[tuple[int, int]], part: int, parts: int, epoch: int) -> Sums:
+    """Sum the numbers of ``ranges`` [low, high) that are ``part``'s of ``parts``."""
+    found = Sums()
+    for low, high in ranges:
+        first, last = (low + (high - low) * p // parts for p in (part, part + 1))
+        found += sums_of_range(first, last, epoch)
     return found
 
 

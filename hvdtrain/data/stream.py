@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -14,6 +14,8 @@ import numpy as np
 from hvdtrain.core.errors import UserError
 
 Arrays = tuple[np.ndarray, ...]
+
+_NONE = np.empty(0, np.int64)
 
 HASHED_BYTES, HASHED_ELEMENTS = 1 << 20, 1 << 16
 """Bytes of an array that `fingerprint` reads in full (0.2 ms), and elements of a larger one (1 ms)."""
@@ -25,6 +27,9 @@ class Stream(Protocol):
 
     Optional: ``chunks_from(epoch, samples)``, or ``state_dict()``, the place after the latest chunk, with
     ``load_state_dict(state)``, after which the next ``chunks(epoch)`` begins there.
+
+    Two optional members let hosts divide its files: ``num_shards``, their number, and ``shard(num_shards, index)``, the
+    stream of every sample in one part of them, as of ``datasets.IterableDataset``.
     """
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
@@ -36,25 +41,65 @@ def rebatch(chunks: Iterable[Arrays], global_batch: int, skip_samples: int = 0) 
     yield from map(joined, pieces(chunks, global_batch, skip_samples))
 
 
-def pieces(chunks: Iterable[Arrays], global_batch: int,
-           skip_samples: int = 0) -> Generator[list[Arrays], None, None]:
+def pieces(chunks: Iterable[Arrays], global_batch: int, skip_samples: int = 0) -> Iterator[list[Arrays]]:
     """Yield the pieces of ``chunks`` of which each global batch consists, without copies. Errors: as of `rebatch`."""
-    held: list[Arrays] = []
-    held_n = 0
-    layout: list[tuple] = []
+    queue = RowQueue((0, chunk) for chunk in after(chunks, skip_samples, []))
+    while batch := queue.take(global_batch)[0]:
+        yield batch
+
+
+def after(chunks: Iterable[Arrays], samples: int, layout: list[tuple]) -> Iterator[Arrays]:
+    """Yield ``chunks`` without their first ``samples`` rows. Errors: as of `rebatch`.
+
+    ``layout``: shapes and types that the chunks must keep; the first one sets it where it is empty.
+    """
     for chunk in chunks:
         n = _checked(chunk, layout)
-        skipped = min(skip_samples, n)
-        skip_samples -= skipped
-        while n - skipped > 0:
-            taken = min(global_batch - held_n, n - skipped)
-            held.append(tuple(array[skipped:skipped + taken] for array in chunk))
-            held_n, skipped = held_n + taken, skipped + taken
-            if held_n == global_batch:
-                yield held
-                held, held_n = [], 0
-    if held:
-        yield held
+        skipped = min(samples, n)
+        samples -= skipped
+        if n > skipped:
+            yield tuple(array[skipped:] for array in chunk) if skipped else chunk
+
+
+class RowQueue:
+    """Rows of ``chunks``, which come as (number of the first row, chunk), by any number of them."""
+
+    def __init__(self, chunks: Iterator[tuple[int, Arrays]]) -> None:
+        self._chunks = chunks
+        self._next: tuple[int, Arrays] | None = None
+
+    def take(self, n: int) -> tuple[list[Arrays], list[tuple[int, int]]]:
+        """Return the next ``n`` rows, fewer at the end, in pieces; and their numbers in runs (first number, rows)."""
+        parts, runs = list[Arrays](), list[tuple[int, int]]()
+        while n and (ahead := self._next or next(self._chunks, None)):
+            first, chunk = ahead
+            taken = min(n, len(chunk[0]))
+            left = taken < len(chunk[0])
+            parts.append(tuple(array[:taken] for array in chunk) if left else chunk)
+            if runs and sum(runs[-1]) == first:
+                first, before = runs.pop()
+                runs.append((first, before + taken))
+            else:
+                runs.append((first, taken))
+            self._next = (sum(runs[-1]), tuple(array[taken:] for array in chunk)) if left else None
+            n -= taken
+        return parts, runs
+
+
+def numbers_of(runs: Sequence[tuple[int, int]], low: int, high: int) -> np.ndarray:
+    """Return the numbers, int64[high - low], of rows [low, high) of ``runs`` (`RowQueue.take`)."""
+    if len(runs) == 1:
+        return np.arange(runs[0][0] + low, runs[0][0] + high)
+    return np.concatenate([_NONE, *(np.arange(first, first + n) for first, n in runs)])[low:high]
+
+
+SHARD_BITS = 40
+"""Bits of a row's number that give its place in its shard of the stream; those above give the shard."""
+
+
+def divides(stream: Any, n: int) -> bool:
+    """Return whether ``stream`` can be divided into ``n`` shards by its files."""
+    return callable(getattr(stream, "shard", None)) and int(getattr(stream, "num_shards", 0)) >= n
 
 
 class ShuffledStream:
@@ -64,7 +109,7 @@ class ShuffledStream:
     others on average, and never more than ``n`` before its turn.
     """
 
-    def __init__(self, stream: Stream, n: int, seed: int) -> None:
+    def __init__(self, stream: Any, n: int, seed: int) -> None:
         self.wraps, self._n, self._seed = stream, n, seed
 
     def __getattr__(self, name: str) -> Any:
@@ -72,6 +117,10 @@ class ShuffledStream:
             # Not while it is unpickled; a buffer has no place to begin at, and no state of its stream has its rows.
             raise AttributeError(name)
         return getattr(self.wraps, name)
+
+    def shard(self, num_shards: int, index: int) -> ShuffledStream:
+        """Return a shard of the stream, through a buffer of its own."""
+        return ShuffledStream(self.wraps.shard(num_shards, index), self._n, self._seed)
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
         draw = np.random.Generator(np.random.Philox(key=np.array([self._seed % 2**64, epoch], np.uint64)))

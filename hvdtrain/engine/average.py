@@ -34,11 +34,9 @@ class Final(Protocol):
 
     def hold(self) -> None:
         """Put the final weights into the model."""
-        ...
 
     def release(self) -> None:
         """Undo `hold`."""
-        ...
 
 
 class Average:
@@ -206,8 +204,7 @@ class WithAverage:
         yield from copied_shards(GROUP, self._average.arrays(), place)
 
     def rest(self) -> dict[str, Any]:
-        rest: dict[str, Any] = self._inner.rest()
-        return rest
+        return self._inner.rest()
 
     def wants(self, heads: Sequence[Head]) -> list[Want]:
         own = [one for one in heads if one.group != GROUP]

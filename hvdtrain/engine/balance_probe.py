@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.machine import memory
+from hvdtrain.cluster.machine.software import version_of
 from hvdtrain.config import Config
+from hvdtrain.core import user_cache as cache_folder
 from hvdtrain.core import whole_file
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch
@@ -211,10 +210,7 @@ def _confirmed(seconds: Sequence[float], held: _Held, tools: Tools) -> Speed | N
 
 
 def _time(tools: Tools, batch: Any, slot_s: float) -> float:
-    """Mean seconds of a trial over about ``slot_s``.
-
-    The mean: a rank whose processor time is rationed in slices computes and pauses in turns, a median sees only one.
-    """
+    """Return mean seconds of a trial over ``slot_s``; a median would miss the pauses of a rationed processor."""
     begin = time.perf_counter()
     repeats = 0
     while repeats < LEAST_REPEATS or time.perf_counter() - begin < slot_s:
@@ -231,10 +227,7 @@ MORE_ROOM = 0.05
 
 
 def key(run: Run, sample: Any) -> str:
-    """Return a checksum of what a time depends on: model, samples, device and its place, versions, threads, precision.
-
-    ``sample``: arrays (1, ...).
-    """
+    """Return a checksum of model, ``sample`` arrays (1, ...), device and place, versions, threads, precision."""
     config, rank = run.config, run.control.rank
     host = run.topology.host_of(rank)
     names = ["hvdtrain", "numpy", *{"torch": ["torch"], "tensorflow": ["tensorflow-cpu", "tensorflow", "keras"]}.get(
@@ -242,7 +235,7 @@ def key(run: Run, sample: Any) -> str:
     facts = [run.spec.framework, run.spec.name, config.model_args, [(p.name, p.shape, p.dtype) for p in
              run.parts.params.specs], [(str(a.dtype), a.shape[1:]) for a in sample], vars(run.devices[rank]) |
              {"memory_bytes": 0}, host.node, host.ranks.index(rank), host.cores, len(host.ranks),
-             [_version(n) for n in names], config.threads, run.parts.precision.own, config.sync_batchnorm,
+             [version_of(n) or "" for n in names], config.threads, run.parts.precision.own, config.sync_batchnorm,
              config.deterministic, config.emulate_speed[rank] if config.emulate_speed else 1.0]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
@@ -299,24 +292,8 @@ def write(name: str, record: dict[str, Any], folder: str = "probe") -> None:
             draft.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
-def cache_folder(name: str = "probe") -> Path:
-    """Return the folder of this user's cache for ``name``; it need not exist."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base, "hvdtrain", name)
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 def ceiling_of(run: Run, sample: Any) -> int:
-    """Return the largest micro-batch that an earlier run of the same went on with on this rank; 0: none ran out.
-
-    ``sample``: arrays (1, ...).
-    """
+    """Return the micro-batch that an earlier equal run kept on this rank, by ``sample`` (1, ...); 0: none."""
     return ceiling(key(run, sample), _holds(run), _room(run)) if remembers(run.config) else 0
 
 

@@ -175,8 +175,7 @@ class Slowed:
 
 def feeds_of(config: Config, spec: Spec, mesh: Mesh, control: Control, train: Any, test: Any,
              named: Mapping[str, Any]) -> tuple[Feed, dict[str, Feed]]:
-    """Return the feeds of each replica for training and for evaluation, ``test`` as "" and sets ``named``. Collective.
-    """
+    """Return each replica's feeds for training and evaluation, ``test`` as "" and sets ``named``. Collective."""
     feed = Feed(train, config.global_batch, shuffle=config.data.shuffle, bucket=config.data.bucket,
                 accumulate=_micros(config, mesh),
                 weight_fn=spec.weight, even_micros=config.sync_batchnorm and control.size > 1,
@@ -235,6 +234,8 @@ def eval_feed(run: Run, data: Any) -> Feed:
 def predict_feed(run: Run, data: Any) -> Feed | None:
     """Return a feed over ``data``, else the run's evaluation data, that leaves out no sample. Collective."""
     feed = run.eval_feed if data is None else eval_feed(run, data)
-    if feed is None or run.config.on_bad_sample != "skip" and not (data is None and run.config.eval_max_samples):
+    whole = feed is None or not (data is None and run.config.eval_max_samples) and (
+        run.config.on_bad_sample != "skip" if feed.samples is not None else run.config.data.readers != "auto")
+    if feed is None or whole:
         return feed
-    return _eval_feed(run.spelled, run.mesh, run.control, feed.data, skip_unread=False)
+    return _eval_feed(run.spelled, run.mesh, run.control, feed.data, skip_unread=False, ordered=True)

@@ -1,7 +1,4 @@
-"""Compare configuration, devices and model of the ranks, and resolve keys that name hosts or devices to ranks.
-
-How names are matched is left to `hvdtrain.config.placed`.
-"""
+"""Compare configuration, devices and model of the ranks, and resolve keys with hosts or devices to ranks."""
 
 from __future__ import annotations
 

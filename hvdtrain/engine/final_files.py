@@ -1,7 +1,4 @@
-"""The final files of a run, tried before the first step; where they go on a full disk.
-
-What an unpartitioned model is written as is left to the backends.
-"""
+"""The final files of a run, tried before the first step; where they go on a full disk."""
 
 from __future__ import annotations
 
@@ -224,10 +221,7 @@ class DiskRoom:
 
 
 def check(run: Run) -> None:
-    """Raise `UserError` on every rank for what rank 0 could not write at the end; note what it will leave out.
-
-    Collective.
-    """
+    """Raise `UserError` on all ranks for what rank 0 could not write at the end; note omissions. Collective."""
     control = run.control
     run.call("saving")
     remark = control.bcast(agreed(control, lambda: _tried(run) if control.rank == 0 else "", "testing the final files"))

@@ -222,10 +222,7 @@ def _parts(batch: Batch, n: int) -> Iterator[Batch]:
 
 
 def _run(run: Run, backend: Any, batch: Batch, training: bool, n: int = 0) -> list[str]:
-    """Try once, with the first ``n`` samples (0: all); return what the try wrote to.
-
-    The first step tells what memory does not suffice for: it may hold what is needed then.
-    """
+    """Try the first ``n`` samples (0: all) once; return what was written. The first step tells of memory."""
     batch = tuple(array[:n or None] for array in batch)
     with told(run.spec.model, batch, not training):
         written: tuple[list[str] | None, str] = attempt(lambda: backend.try_samples(run.parts, batch, training),

@@ -1,7 +1,4 @@
-"""Run a few samples through a model that is partitioned over ranks, stage by stage, before the first step.
-
-Which samples is left to `hvdtrain.engine.first_sample`.
-"""
+"""Run a few samples through a model partitioned over ranks, stage by stage, before the first step."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, *, splits: Seq
         skip = labels and config.on_bad_sample == "skip"
         feed = Feed(source, config.global_batch, rank=control.rank, size=control.size, seed=config.seed, shuffle=False,
                     micro_batch=config.micro_batch_limit, control=control, prefetch=config.data.prefetch,
-                    skip_unread=skip, readers=config.data.readers)
+                    skip_unread=skip, readers=config.data.readers, ordered=not labels)
         feed.check_ranks_agree()
         notes += [note] if (note := feed.walk.settle()) else []
         metrics = build_model.measured(config, spec, feed, control, notes) if labels else []

@@ -271,10 +271,7 @@ def _plain_rate(optimizer: Any) -> float | None:
 
 @contextlib.contextmanager
 def unchanged(model: Any, run: Run) -> Iterator[None]:
-    """Undo what callbacks change within: weights, optimizer, random generators.
-
-    For events that a checkpoint's run has had already: their effect is in what the checkpoint holds.
-    """
+    """Undo changes of weights, optimizer and generators by events that a checkpoint contains already."""
     optimizer: Any = getattr(model, "optimizer", None)
     variables = [*model.weights, *(optimizer.variables if getattr(optimizer, "built", False) else ())]
     values = [numpy_of(v) for v in variables]
@@ -312,10 +309,7 @@ def _take_backup(callbacks: list[Any], model: Any, run: Run) -> None:
 
 
 class EvaluationFeed:
-    """An evaluation feed that tells Keras' callbacks of each batch; all else is the feed's.
-
-    ``first``: of an evaluation, whose further feeds are those of named sets.
-    """
+    """An evaluation feed that tells Keras' callbacks of each batch. ``first``: not of a further named set."""
 
     def __init__(self, feed: Any, bridge: Bridge, run: Run, first: bool) -> None:
         self._feed, self._bridge, self._run, self._first = feed, bridge, run, first

@@ -286,10 +286,7 @@ def attributes(callback: Any) -> Iterator[tuple[str, Any]]:
 
 
 def take(callback: Any, arrays: Arrays, prefix: str, shared: dict[int, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a callback's attributes as JSON, and why others cannot be stored; arrays go into ``arrays``.
-
-    ``shared``: see `shared_among`.
-    """
+    """Return a callback's attributes as JSON, with ``arrays``, and why others cannot be stored."""
     found, unstorable = {}, {}
     parts = ModelObjects(getattr(callback, "model", None), shared)
     for name, value in attributes(callback):

@@ -139,10 +139,7 @@ class FinalWeights:
 
     @contextlib.contextmanager
     def measured(self, run: Run, callbacks: Sequence[Any], steps: dict[int, int]) -> Iterator[None]:
-        """Have the weights in the model that were measured, and measure those that callbacks leave there. Collective.
-
-        ``steps``: the last step of each epoch.
-        """
+        """Measure the weights that callbacks leave, by each epoch's last step in ``steps``. Collective."""
         if run.parts.layout is not None:  # no rank has all of the model, and no Keras callback is there
             yield
             return

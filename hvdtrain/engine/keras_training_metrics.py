@@ -1,7 +1,4 @@
-"""The compiled metrics over the training batches of an epoch, as `model.fit` shows them, summed over ranks.
-
-The metrics themselves are left to `hvdtrain.backends.keras.metrics`.
-"""
+"""The compiled metrics over an epoch's training batches, as `model.fit` shows them, summed over ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The training loop, as `hvdtrain.core.events` has it in pseudo-code.
-
-Frameworks and transports are left to the parts of a run.
-"""
+"""The training loop; `hvdtrain.core.events` has it in pseudo-code. Frameworks stay in a run's parts."""
 
 from __future__ import annotations
 
@@ -235,10 +232,7 @@ def _checkpoint_due(run: Run) -> None:
 
 
 def _tell_not_finite(run: Run, batch: StepBatch, bad: list[int]) -> None:
-    """Find who brought in what is not finite, and tell the callbacks.
-
-    On an asynchronous device the step that it came with has been left behind by now.
-    """
+    """Find who brought in what is not finite, of an asynchronous device's past step, and tell callbacks."""
     state = run.state
     state.outcome.bad_ranks, state.outcome.bad_where = bad, {}
     if not run.parts.stage.asynchronous:
@@ -256,10 +250,7 @@ def _stop_at_max_steps(run: Run) -> None:
 
 
 def _vote(run: Run, batch: StepBatch, done: StepGradients) -> list[int]:
-    """Agree on loss, gradient, stop and save in one sum.
-
-    Returns the ranks whose loss is not finite; all, where the sum of gradients is not; none: [].
-    """
+    """Agree on loss, gradient, stop and save in one sum; return the ranks that are not finite, maybe all."""
     state, setup, services = run.state, run.setup, run.services
     parts, outcome, wants = setup.parts, state.outcome, state.wishes
     asynchronous = parts.stage.asynchronous
@@ -302,10 +293,7 @@ def _vote(run: Run, batch: StepBatch, done: StepGradients) -> list[int]:
 
 
 def _by_myself(run: Run, done: StepGradients) -> list[int]:
-    """Judge a step in which the copies do not meet; the state's loss is this rank's own until they do.
-
-    Returns this rank, if its loss or gradient is not finite.
-    """
+    """Judge a step without an exchange by this rank's own loss; return this rank if it is not finite."""
     loss_sum, weight = run.state.outcome.local_loss(done.totals, run.parts.stage.asynchronous)
     run.state.loss = loss_sum / weight if weight else math.nan
     finite = done.lost is None and math.isfinite(loss_sum) and math.isfinite(run.dp.squares(done.grads))
@@ -340,10 +328,7 @@ def measure_all(run: Run) -> dict[str, float]:
 
 
 def measure(run: Run, feed: Feed, name: str = "") -> dict[str, float]:
-    """Exact metrics over ``feed``: additive totals, summed over ranks in rank order. Collective.
-
-    ``name``: of an evaluation set.
-    """
+    """Return exact metrics over ``feed`` of set ``name``: totals, summed in rank order. Collective."""
     with run.phases.evaluation, averaged(run.average):
         found = _measured(run, feed)
         feed.compare(run.state.cursor.epoch)
@@ -378,10 +363,7 @@ def _measured(run: Run, feed: Feed) -> dict[str, float]:
 
 
 def results(control: Control, evaluator: Evaluator, totals_P: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the metrics from the totals of all ranks; of metrics with states, those of the first rank that has them.
-
-    Collective where there are states.
-    """
+    """Return metrics from the totals of all ranks, or of the first rank with states, which is collective."""
     totals = summed(totals_P)
     if all(isinstance(total, np.ndarray) for total in totals.values()):
         return evaluator.results(totals)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
-import re
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 from hvdtrain import backends
-from hvdtrain.cluster.devices import cpu_facts
+from hvdtrain.cluster.devices import cpu_facts, meminfo
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.cluster.machine import software, usage
 from hvdtrain.cluster.machine.memory import imported_bytes, peak_resident_bytes
 from hvdtrain.cluster.machine.usage import Gpus
 from hvdtrain.config import Config
 from hvdtrain.core.launcher import launch_facts
+from hvdtrain.core.records import flat
 from hvdtrain.core.units import KINDS, format_bytes
 from hvdtrain.engine.run import Run
 
@@ -32,28 +30,15 @@ def versions() -> dict[str, str]:
     found = {}
     for module, distribution in PACKAGES.items():
         if module in sys.modules:
-            found[module] = str(getattr(sys.modules[module], "__version__", "")) or _installed(distribution)
+            own = str(getattr(sys.modules[module], "__version__", ""))
+            found[module] = own or software.version_of(distribution) or ""
     cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
     return {**found, "cuda": str(cuda)} if cuda else found
 
 
-def _installed(distribution: str) -> str:
-    """Its version as pip knows it; "" where it was not installed by pip."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def host_facts(on_gpu: bool, root: str = "/") -> dict[str, Any]:
+def host_facts(on_gpu: bool) -> dict[str, Any]:
     """Return of this rank's host: cpu, memory_bytes in all, kernel; and the GPUs' driver, None without a GPU."""
-    memory_bytes = None
-    try:
-        found = re.search(r"^MemTotal:\s+(\d+) kB", Path(root, "proc/meminfo").read_text(), re.MULTILINE)
-        memory_bytes = int(found[1]) * 1024 if found else None
-    except OSError:
-        pass
-    return {"cpu": cpu_facts().name, "memory_bytes": memory_bytes, "system": f"{platform.system()} "
+    return {"cpu": cpu_facts().name, "memory_bytes": meminfo().get("MemTotal"), "system": f"{platform.system()} "
             f"{platform.release()} {platform.machine()}", "driver": Gpus().driver() if on_gpu else None}
 
 
@@ -63,15 +48,8 @@ def differs(config: Config) -> dict[str, Any]:
     >>> differs(Config(epochs=3))
     {'epochs': 3}
     """
-    own, default = _flat(config.to_dict()), _flat(Config().to_dict())
+    own, default = flat(config.to_dict()), flat(Config().to_dict())
     return {key: value for key, value in own.items() if key not in default or value != default[key]}
-
-
-def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found.update(_flat(value, f"{before}{key}.") if isinstance(value, dict) and value else {before + key: value})
-    return found
 
 
 def environment(run: Run, facts_P: list[dict[str, Any]]) -> dict[str, Any]:
@@ -100,10 +78,7 @@ Count = tuple[float | None, str]
 
 
 def peak(device: Any, kind: str, given_tflops: float, devices: int) -> tuple[float | None, str]:
-    """Return (operations a second of ``devices`` such devices, where that comes from); (None, "") if unknown.
-
-    ``given_tflops``: of one device, as configured; 0: by the table.
-    """
+    """Return (operations a second of ``devices``, source), by ``given_tflops`` or the table; (None, ""): unknown."""
     tflops = given_tflops or peak_tflops(device.name, kind)
     if not tflops:
         return None, ""

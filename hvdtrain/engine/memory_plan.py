@@ -285,10 +285,7 @@ def facts_now(scene: MemoryProbeContext, way: Any, measures: bool) -> MemoryFact
 
 
 def agreed_plan(scene: MemoryProbeContext, facts: MemoryFacts, always: bool = True) -> MemoryPlan:
-    """Return the plan of all ranks' ``facts``; collective.
-
-    Unless ``always``, options are looked for near the limit alone.
-    """
+    """Return the plan of all ranks' ``facts``, with options ``always`` or near the limit; collective."""
     control = scene.control
     rows = control.gather((forecast(facts), facts.rank.free_bytes))
     free_P = [free for _, free in rows]

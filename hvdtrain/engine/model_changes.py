@@ -1,7 +1,4 @@
-"""Follow what a user's callbacks change of the model while it trains, on all ranks alike.
-
-What a framework finds changed is left to `hvdtrain.core.protocols.ModelFacts`.
-"""
+"""Follow what a user's callbacks change of the model while it trains, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -9,13 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdtrain.cluster.control import agreed
-from hvdtrain.core.errors import UserError, count
+from hvdtrain.core.errors import UserError, count, some
 from hvdtrain.engine.run import Run
 from hvdtrain.parallel.data_parallel.reducing import UnusedParameters
 from hvdtrain.planning.freezing import unfreezing
-
-SHOWN = 3
-"""Changes that a message names."""
 
 
 def may_change(run: Run) -> bool:
@@ -40,12 +34,12 @@ def follow(run: Run) -> None:
     rows = run.control.gather(changes)
     if run.parts.layout is not None:
         found = next(row for row in rows if row)
-        raise UserError(f"a callback changed a model that is partitioned over ranks: {_short(found)}",
+        raise UserError(f"a callback changed a model that is partitioned over ranks: {some(found)}",
                         "the model as it was at the start", "make the change before the run, or leave pipeline out")
     other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
     if other is not None:
-        raise UserError(f"a callback changed the model on some ranks only: {_short(rows[0])} on rank 0, "
-                        f"{_short(rows[other])} on rank {other}", "the same change on every rank",
+        raise UserError(f"a callback changed the model on some ranks only: {some(rows[0]) or 'no change'} on rank 0, "
+                        f"{some(rows[other]) or 'no change'} on rank {other}", "the same change on every rank",
                         'set where = "all" in the callback, and decide by values that all ranks have')
     begin = agreed(run.control, lambda: facts.follow(changes, run.note), "model")
     if any(change.endswith(("evaluation mode", "is frozen")) for change in changes):
@@ -54,14 +48,11 @@ def follow(run: Run) -> None:
         _extend(run, begin)
         names = [spec.name for spec in run.parts.params.specs[begin:]]
         run.note(f"step {run.state.cursor.step}: {count(len(names), 'unfrozen parameter')} "
-                 f"({_short(names)}) join training")
+                 f"({some(names)}) join training")
 
 
 def check_late(run: Run, late: str) -> None:
-    """Raise `UserError` on every rank for a parameter that was unfrozen while a step computed; collective.
-
-    ``late``: that parameter's name on this rank, or "".
-    """
+    """Raise `UserError` on all ranks for ``late``, a parameter unfrozen while a step computed; collective."""
     name = next(name for name in run.control.gather(late) if name)
     raise UserError(f"parameter {name} was unfrozen in the model's forward pass or task: its gradient of this step was "
                     "not exchanged", "requires_grad that changes only between steps",
@@ -95,8 +86,3 @@ def _extend(run: Run, first: int) -> None:
 
     agreed(run.control, extend, "exchange")
     run.unused = UnusedParameters(parts, run.control)
-
-
-def _short(found: list[str]) -> str:
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return ", ".join(found[:SHOWN]) + more if found else "no change"

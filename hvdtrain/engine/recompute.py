@@ -88,10 +88,7 @@ class Recomputed:
         return self._farthest(lambda bucket: other.prints.values(bucket))
 
     def compared(self, control: Control, source: int, target: int) -> tuple[float, int]:
-        """Return on ``target`` the largest distance between its result and ``source``'s, (0, 0) elsewhere; collective.
-
-        A vector travels at a time.
-        """
+        """Return on ``target`` the largest distance from ``source``'s result, (0, 0) elsewhere; collective."""
         def get(bucket: Any) -> np.ndarray:
             values = np.ascontiguousarray(self.prints.values(bucket))
             given = values if control.rank == source else np.empty_like(values)

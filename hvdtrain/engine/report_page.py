@@ -123,8 +123,7 @@ def write(out: Path) -> None:
     """Write the page of the run in ``out``; say why not where that fails. Raises nothing."""
     try:
         if (out / RunDirectory.LOG).stat().st_size > MOST_HERE_BYTES:
-            subprocess.Popen(survivor.command(out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                             stderr=subprocess.DEVNULL, start_new_session=True)
+            survivor.start(out)
             return
         from hvdtrain.reports import html as report
 

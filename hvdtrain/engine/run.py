@@ -1,7 +1,4 @@
-"""The run: the object that the loop drives and callbacks see, which delivers events.
-
-Its state is left to `hvdtrain.engine.run_parts`.
-"""
+"""The run: the object that the loop drives and callbacks see, which delivers events."""
 
 from __future__ import annotations
 
@@ -94,8 +91,7 @@ class Run:
         services.phases = RunPhases(services.timeline, self.state, setup.config.control_timeout_s)
 
     def emit(self, event: Event) -> None:
-        """Call every callback, those with ``where`` "root" on rank 0 only; the contracts are in `hvdtrain.core.events`.
-        """
+        """Call every callback, one with ``where`` "root" on rank 0 only; contracts: `hvdtrain.core.events`."""
         listeners, state, timeline = self._listeners(event), self.state, self.services.timeline
         if not listeners:
             return
@@ -130,10 +126,7 @@ class Run:
                 timeline.alone = outer
 
     def _listeners(self, event: Event) -> list[_Listener]:
-        """Return what to call at ``event`` here.
-
-        Kept until the list of callbacks changes: most of two dozen callbacks see one or two events.
-        """
+        """Return what to call at ``event`` here, kept until the list of callbacks changes: most see few events."""
         known = self._heard.get(event)
         if known is not None and len(known[0]) == len(self.callbacks) and all(map(is_, known[0], self.callbacks)):
             return known[1]

@@ -100,10 +100,7 @@ class StepOutcome:
     _read: list[tuple[Any, Any]] = field(default_factory=list)
 
     def local_loss(self, totals: list[tuple[Any, Any]], asynchronous: bool) -> tuple[float, float]:
-        """Return this rank's (loss_sum, weight) of the step.
-
-        On an asynchronous device those of the step before, which are there without waiting for the device.
-        """
+        """Return this rank's (loss_sum, weight), of an asynchronous device the step before, without waiting."""
         if asynchronous:
             self._read, self.pending_read = self._pending, self.pending_updated
             totals, self._pending = self._pending, totals
@@ -297,10 +294,7 @@ class RunPhases:
         self.evaluation = StepPhase("evaluation", "evaluation", "evaluation", state)
 
     def finish(self, batch: StepBatch, waited_s: float, device_s: float | None) -> None:
-        """Count a step that is over. ``waited_s``: of its gradients, for other ranks.
-
-        ``device_s``: of computing, where the host's clock cannot tell computing from waiting.
-        """
+        """Count a step. ``waited_s``: for other ranks; ``device_s``: of computing, where the host cannot tell."""
         totals, begin_s, voted_s = self._totals, self.gradients.begin_s, self.vote.end_s
         updated_s = max(voted_s, self.update.end_s)  # a step without an update leaves the end of the one before
         compute_s = self.gradients.end_s - begin_s - waited_s if device_s is None else min(device_s, voted_s - begin_s)

@@ -56,10 +56,7 @@ GRACE_S = 3.0
 
 
 class Saving:
-    """Implements `hvdtrain.core.protocols.run.RunSaver`; made when the run is saved first.
-
-    ``saver``: does what is left when the state is copied; a thread, unless it is given.
-    """
+    """Implements `hvdtrain.core.protocols.run.RunSaver`; ``saver``: writes copied states, else a thread."""
 
     def __init__(self, run: Run, saver: Saver | None = None) -> None:
         self.spent = SaveCost()
@@ -93,10 +90,7 @@ class Saving:
         self._copy(began, *given_by(run, held_by(run)))
 
     def _copy(self, began: float, shared: Given, own: Given) -> None:
-        """Copy this rank's shards and leave the rest to a thread.
-
-        Enters no collective, unless there is no channel between the ranks.
-        """
+        """Copy this rank's shards; a thread does the rest. No collective, unless ranks have no channel."""
         run, rank = self._run, self._run.control.rank
         saver: Saver = self._background
         shards: list[Shard] = []
@@ -247,10 +241,7 @@ class Saving:
                            f"and more, {format_bytes(lack.room_bytes)} available), so each save blocks training")
 
     def settled(self) -> list[Outcome]:
-        """Return what has been written or given up since the last call, oldest first.
-
-        Rank 0 meets every error; another rank only what keeps it from sending.
-        """
+        """Return what was written or given up since the last call, oldest first; rank 0 meets every error."""
         outcomes, self._untold = [*self._untold, *self._settle()], []
         return outcomes
 
@@ -361,7 +352,7 @@ def meta_of(run: Run, rest: Mapping[str, Any], config: Mapping[str, Any]) -> dic
         "hvdtrain": __version__, "framework": run.spec.framework, "model": run.spec.name,
         "world_size": run.control.size, "cursor": run.state.cursor.to_dict(), "step_rest": copy.deepcopy(dict(rest)),
         "config": config, "schedule": schedule_of(run, run.state.cursor),
-        "samples": run.feed.samples,
+        "samples": run.feed.samples, **run.feed.walk.shards.saved(run.state.cursor),
         "callbacks": callback_states(run), **sharded, **_cut_of(run),
         "best": run.state.findings.best_steps(),
     }
@@ -377,8 +368,7 @@ def schedule_of(run: Run, at: Cursor) -> dict[str, Any]:
     """Return the schedule with the arguments that follow from the run, and the run's length, at ``at``; JSON-able."""
     config, given = run.spelled, (run.feed.steps_per_epoch, at, run.feed.steps_left(at))
     own = run_length.own_of(run.parts.optimizer.own_schedule(), run_length.updates(config, *given), config.epochs)
-    kept: dict[str, Any] = json_able(run_length.kept(config.schedule, run_length.length(config, *given), own))
-    return kept
+    return json_able(run_length.kept(config.schedule, run_length.length(config, *given), own))
 
 
 def _cut_of(run: Run) -> dict[str, Any]:

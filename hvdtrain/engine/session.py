@@ -1,7 +1,4 @@
-"""Save a run as a checkpoint and load one into it, on all ranks at once.
-
-Copying and writing is left to `saving`.
-"""
+"""Save a run as a checkpoint and load one into it, on all ranks at once; `saving` copies and writes."""
 
 from __future__ import annotations
 
@@ -27,6 +24,7 @@ from hvdtrain.core.mesh import Before
 from hvdtrain.core.protocols import Control, RunCallback
 from hvdtrain.core.protocols.run import Head, Want
 from hvdtrain.core.protocols.types import Cursor
+from hvdtrain.core.records import flat
 from hvdtrain.core.resolve import absolute
 from hvdtrain.engine import model_changes
 from hvdtrain.engine.average import GROUP
@@ -60,10 +58,7 @@ def begin(run: Run) -> None:
 
 
 def finish(run: Run) -> str:
-    """Wait for the save that was begun last; return "" or why it was not written, on every rank. Collective.
-
-    What came of saves before it is still `Saving.settled`'s to tell.
-    """
+    """Wait for the latest save; return "" or why it was not written, on every rank. Collective."""
     if run.saver is None:
         return ""
     run.saver.wait()
@@ -138,6 +133,7 @@ def restore(run: Run, kept: OpenCheckpoint | None) -> None:
         return groups.get(group, {})
 
     def load() -> str:
+        run.feed.walk.shards.restored(cursor, meta.get("shards", ()))
         unfit = shared.load(read, meta["step_rest"])
         run.parts.optimizer.resumed(cursor.epoch, run_length.changed(before, now))
         if meta["config"].get("loss_scale", run.config.loss_scale) != run.config.loss_scale:
@@ -259,8 +255,7 @@ def _schedule_before(run: Run, meta: Mapping[str, Any], at: Cursor) -> dict[str,
     per_epoch, left = run.feed.steps_per_epoch, run.feed.steps_left(at)
     with contextlib.suppress(UserError):
         config = run_length.filled(config, per_epoch, None, at, left)
-    kept: dict[str, Any] = json_able(run_length.kept(config.schedule, run_length.length(config, per_epoch, at, left)))
-    return kept
+    return json_able(run_length.kept(config.schedule, run_length.length(config, per_epoch, at, left)))
 
 
 def _states(run: Run, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list[tuple[RunCallback, dict[str, Any]]]:
@@ -281,26 +276,14 @@ def _states(run: Run, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list
     return [(callback, state) for callback, state in found if state]
 
 
-def _leaves(keys: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return every value by its key, such as ``optimizer.args.momentum``; an empty section is one value."""
-    found: dict[str, Any] = {}
-    for key, value in keys.items():
-        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return found
-
-
 def _flat(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``keys`` by `_leaves`.
-
-    Of data_parallel the name alone: how zero divides leaves the results unchanged, as zero itself does. Version 0.1.0
-    kept it as a text.
-    """
+    """Return ``keys`` by `flat`, of data_parallel the name alone (0.1.0: a text): zero leaves results unchanged."""
     keys = dict(keys)
     if "data_parallel" in keys:
         way = keys["data_parallel"]
         name = way["name"] if isinstance(way, dict) else way
         keys["data_parallel"] = "replicate" if name == "zero" else name
-    return _leaves(keys)
+    return flat(keys)
 
 
 def _among(key: str, keys: Collection[str]) -> bool:
@@ -310,10 +293,7 @@ def _among(key: str, keys: Collection[str]) -> bool:
 
 
 def _tell_changes(run: Run, before: dict[str, Any]) -> None:
-    """Name the settings that change the result, differ from the run that is resumed, and are in force.
-
-    A key that is newer than the checkpoint was at its default.
-    """
+    """Name settings in force that change the result and differ from the resumed run's, or its defaults."""
     now, usual, old = (_flat(json_able(keys)) for keys in (run.config.to_dict(), Config().to_dict(), before))
     optimizer = run.parts.optimizer
     steered = any(callback.steers for callback in run.callbacks)

@@ -48,10 +48,7 @@ class StepRow:
 
 @dataclass(frozen=True)
 class LinkRow:
-    """Seconds that an exchange adds to a step for each byte sent, as the simulator has it, inside a host and between.
-
-    ``nbytes``: gradients of a step. ``ranks``: of each host.
-    """
+    """Seconds a sent byte adds to a step, in hosts and between; ``nbytes``: of gradients; ``ranks``: by host."""
 
     transport: str
     compression: str

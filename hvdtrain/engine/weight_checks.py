@@ -73,8 +73,7 @@ def _factors() -> tuple[np.ndarray, tuple[int, int]]:
 def _weights(n: int, salt: int) -> np.ndarray:
     """n numbers from 0.48 to 1.44 with signs, of mean square 1, the same wherever they are drawn.
 
-    No bare signs, under which a constant that is added to all elements may add up to 0. Kept, since there are few sizes
-    and drawing takes longer.
+    No bare signs, under which a constant added to all elements may vanish. Kept, as drawing takes longer.
     """
     draw = np.random.Generator(np.random.Philox(salt))
     return (1.0 - 2.0 * draw.integers(0, 2, n)) * draw.uniform(0.5, 1.5, n) / np.sqrt(13 / 12)
@@ -103,8 +102,7 @@ class Prints:
 class Fingerprints:
     """Of the tensors ``specs``; ``flat(bucket)`` returns those of a bucket as one vector (n,) of ``ops``.
 
-    ``by_block``: the model lies on several devices. ``some``: the indices of those to look at; all by default.
-    ``buckets``: the vectors.
+    ``by_block``: the model lies on several devices. ``some``: indices to look at, all by default.
     """
 
     def __init__(self, specs: list[ParamSpec], flat: Callable[[Bucket], Array], ops: Ops, by_block: bool,
@@ -274,8 +272,7 @@ def apart(print_P: np.ndarray, norm_P: np.ndarray, within: float,
           unequal_PP: np.ndarray | None = None) -> tuple[int, ...]:
     """Ranks whose fingerprint is not that of the largest group (of the lowest rank, among equals); () if all agree.
 
-    Two NaN agree, and so do two equal infinities; a NaN and a number do not. ``unequal_PP``: pairs that do not agree
-    whatever their fingerprints.
+    Two NaN agree, and so do two equal infinities; a NaN and a number do not. ``unequal_PP``: pairs that never agree.
     """
     scale = np.where(np.isfinite(norm_P), norm_P, 0.0).max(initial=0.0)
     with np.errstate(invalid="ignore"):

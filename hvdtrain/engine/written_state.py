@@ -1,7 +1,4 @@
-"""Buffers that forward passes write to, BatchNorm's statistics aside: which they are, and when ranks reduce them.
-
-The formulas are left to `hvdtrain.comm.reducer.written`.
-"""
+"""Buffers that forward passes write to, BatchNorm's statistics aside, and when ranks reduce them."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from hvdtrain.backends.model_spec import Spec, called
 from hvdtrain.cluster.control import agreed
 from hvdtrain.comm.reducer.written import FIRST, GATHER, KINDS, NAMES, module_of
 from hvdtrain.config import Config
-from hvdtrain.core.errors import UserError, nearest
+from hvdtrain.core.errors import UserError, nearest, some
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Collectives, Control, Writable
 from hvdtrain.core.protocols.types import Announcement
@@ -46,22 +43,16 @@ class BufferedRun(Protocol):
     @property
     def state(self) -> AnnouncedState:
         """Return where the run stands."""
-        ...
 
     def tell_all(self, topic: str, text: str) -> None:
         """Have every rank hear ``text`` at the next agreement."""
-        ...
 
     def note(self, text: str) -> None:
         """Keep a remark for the summary and the log, and print it on rank 0 now."""
-        ...
 
 
 class WrittenState:
-    """``reductions``: of each buffer that is known to be written, by name; the same on every rank.
-
-    ``declared``: those that the model declares.
-    """
+    """``reductions``: of each written buffer by name, the same on every rank. ``declared``: the model's."""
 
     def __init__(self) -> None:
         self.reductions: dict[str, str] = {}
@@ -127,10 +118,7 @@ class WrittenState:
             run.parts.buffers.keep()
 
     def evaluated(self, run: BufferedRun, samples: int, fresh: Sequence[Sequence[str]]) -> None:
-        """Reduce what an evaluation has written; collective where a buffer is known.
-
-        ``samples``: those of this rank. ``fresh``: by rank, what `fresh` returned.
-        """
+        """Reduce an evaluation's writes, of ``samples`` here, ``fresh`` by rank; collective with known buffers."""
         self._learn(run, [name for names in fresh for name in names])
         if self.reductions:
             run.parts.buffers.combine(self.reductions, samples)
@@ -156,16 +144,13 @@ def _words(reductions: Mapping[str, str], declared: Mapping[str, str]) -> list[s
     found = []
     default = [name for name in reductions if name not in declared]
     if default:
-        found.append(f"forward passes write to {_listed(default)}, and every rank takes rank 0's values "
+        found.append(f"forward passes write to {some(default, MOST)}, and every rank takes rank 0's values "
                      "after each step; buffer_reduction in the model file declares another reduction")
     if declared:
-        found.append(f"buffer_reduction {_listed([f'{name}: {how}' for name, how in declared.items()])} applies after "
-                     "each step; within a step a rank reads its own values")
+        words = [f"{name}: {how}" for name, how in declared.items()]
+        found.append(f"buffer_reduction {some(words, MOST)} applies after each step; within a step a rank "
+                     "reads its own values")
     return found
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:MOST]) + (f" and {len(names) - MOST} more" if len(names) > MOST else "")
 
 
 def _given(spec: Spec, aliases: Mapping[str, str]) -> dict[str, str]:
@@ -190,10 +175,7 @@ def _given(spec: Spec, aliases: Mapping[str, str]) -> dict[str, str]:
 
 
 def resolved(given: Mapping[str, str], writable: Mapping[str, Writable], statistics: Iterable[str]) -> dict[str, str]:
-    """Return ``given`` once it is checked. Pure.
-
-    Errors: `UserError` for a name, a reduction or a dtype that does not fit.
-    """
+    """Return ``given`` once it is checked; `UserError` for an unfit name, reduction or dtype. Pure."""
     found: dict[str, str] = {}
     for name, reduction in given.items():
         if name in statistics:

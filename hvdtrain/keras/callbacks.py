@@ -1,7 +1,4 @@
-"""Horovod's Keras callbacks on Keras 3: broadcast, best checkpoint, learning rates; and comparisons as a callback.
-
-`hvdtrain.keras.metrics` averages metrics.
-"""
+"""Horovod's Keras callbacks on Keras 3: broadcast, best checkpoint, learning rates; and comparisons."""
 
 from __future__ import annotations
 
@@ -35,8 +32,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     Before the first batch; what exists only later (slots of optimizers of a custom train step, a model that builds
     itself in its first call) is broadcast after it. Random generators (dropout) and metrics stay each rank's own.
-    ``device``: where the broadcast is placed. ``local_variables``: a variable, or several, that each rank keeps.
-    Collective.
+    ``device``: where the broadcast is placed. ``local_variables``: those that each rank keeps. Collective.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -167,8 +163,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     ``multiplier``: a function of the epoch, or a constant k for k ** (epoch - start_epoch). ``staircase``: once per
     epoch; otherwise before every batch, with fractions of epochs, for which ``steps_per_epoch`` is taken from fit if
     known there. ``momentum_correction``: rescale velocities when the rate changes, v <- v * new / old (Goyal et al.
-    2017, remark 2; Horovod changes the momentum for one step instead, which is the same algebra). Logs ``lr`` per
-    epoch.
+    2017, remark 2; Horovod changes the momentum for one step instead, which is the same algebra). Logs ``lr``.
     """
 
     def __init__(self, initial_lr: float, multiplier: float | Callable[[float], float], start_epoch: int = 0,

@@ -167,8 +167,7 @@ def _named_as(cls: Any, base: Any) -> None:
 
 
 def _like(optimizer: Any, cls: Any, passes: int = 1) -> Any:
-    """Return an unbuilt instance of ``cls`` configured as ``optimizer``; ``passes`` per update of an inner optimizer.
-    """
+    """Return an unbuilt ``cls`` configured as ``optimizer``; ``passes`` per update of an inner optimizer."""
     config = optimizer.get_config()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         inner = optimizer.inner_optimizer
@@ -187,10 +186,6 @@ def _like(optimizer: Any, cls: Any, passes: int = 1) -> Any:
     if not isinstance(rate, keras.Variable) and "learning_rate" in config:
         config["learning_rate"] = rate  # a schedule or a callable: the object itself
     return cls.from_config(config)
-
-
-def renewed(optimizer: Any) -> Any:
-    return _like(optimizer, type(optimizer))
 
 
 def _taking_state(made: Any, optimizer: Any, build: bool = True) -> Any:
@@ -247,7 +242,7 @@ def _rebuilt(model: Any, filepath: Any) -> Any:
     else:
         with h5py.File(str(filepath), "r") as file:
             values = [np.asarray(value) for value in saved(file)]
-    optimizer = renewed(model.optimizer)
+    optimizer = _like(model.optimizer, type(model.optimizer))
     with keras.name_scope(optimizer.name, caller=optimizer):
         optimizer.build(model.trainable_variables)
     if [tuple(v.shape) for v in optimizer.variables] == [value.shape for value in values]:

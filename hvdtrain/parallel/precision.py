@@ -1,7 +1,6 @@
 """Compute types of the ranks, and the loss scale of float16.
 
-Parameters, gradients and exchange keep the parameters' own type, so ranks may differ. How a framework computes in a
-type is in each backend.
+Parameters, gradients and exchange keep the parameters' own type, so ranks may differ. Backends own the computing.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ def resolve(precision: str, devices: Sequence[DeviceFacts]) -> list[str]:
     """Return "fp32", "bf16" or "fp16" for each rank. Pure.
 
     ``precision``: one of these for all ranks; one for each, such as "bf16:fp32"; or "auto", also among several: the
-    faster 16-bit type of the rank's device, else fp32. ``devices``: by rank. Errors: `UserError` for a list of another
-    length.
+    faster 16-bit type of the rank's device, else fp32. ``devices``: by rank. Errors: `UserError` for another length.
     """
     names = precision.split(":")
     if len(names) == 1:

@@ -1,7 +1,4 @@
-"""Repetition of steps and evaluations of a rank that runs out of memory, in smaller micro-batches.
-
-`attempt` catches the error.
-"""
+"""Repetition of steps and evaluations of a rank that runs out of memory, in smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ class Recovery:
     ``shrinks``, ``in_evaluation``: whether training and evaluation continue with smaller micro-batches; ``because``:
     why not. ``guard``: checks a host's memory before each micro-batch; None on devices. ``taken_back``: called when a
     step is repeated, for what callbacks have counted. ``ceilings``: rank -> largest micro-batch in training, of those
-    that ran out; the same on every rank once announced. ``copy``: ranks of one copy of a partitioned model, which all
-    follow.
+    that ran out; the same on every rank once announced. ``copy``: ranks of one copy of a partitioned model.
     """
 
     def __init__(self, out_of_memory: Callable[[BaseException], bool], free: Callable[[], None] = lambda: None,
@@ -102,10 +98,7 @@ def largest(batch: StepBatch) -> int:
 
 
 def parts(micro: Batch, limit: int) -> list[Batch]:
-    """Return ``micro``, arrays (b, ...), in nearly equal parts of at most ``limit`` samples (0: any), in its order.
-
-    The parts are views: memory is what lacks.
-    """
+    """Return ``micro``, arrays (b, ...), in nearly equal parts of at most ``limit`` samples (0: any), as views."""
     if not limit or len(micro[0]) <= limit:
         return [micro]
     return [tuple(array[a:b] for array in micro) for a, b in micro_batches(len(micro[0]), 1, limit)]
@@ -185,9 +178,7 @@ class RecoveringEvaluator:
         self._global = 0
 
     def add(self, batch: StepBatch) -> None:
-        """Add this rank's share of one global batch, in parts that fit. Errors: `UserError`, on this rank alone, to end
-        the run.
-        """
+        """Add this rank's share of a global batch, in parts that fit. `UserError` on this rank alone ends the run."""
         due: deque[Batch] = deque(batch.micros)
         while due and not self.lost:
             first, *rest = parts(due.popleft(), self._recovery.evaluation.limit)
@@ -212,10 +203,7 @@ class RecoveringEvaluator:
         return found
 
     def ended(self) -> list[Shortage]:
-        """Return the shortages, after `totals`. Errors: as `add`.
-
-        A rank of a pipeline cannot repeat a part alone: its evaluator reports the shortage.
-        """
+        """Return the shortages, after `totals`; a rank of a pipeline reports one, else errors are `add`'s."""
         evaluator: Any = self._evaluator
         short = getattr(evaluator, "short", None)
         if short is not None:
@@ -297,8 +285,7 @@ class MemoryGuard:
     """Refuses a micro-batch that this host has no memory for: the kernel would end the process instead.
 
     ``local``: ranks of this host, which share what is left. ``estimated``: bytes of this process by samples of a
-    micro-batch; None before one has run. ``held``, ``peak``, ``left``: bytes that it holds, has held at most, can
-    still take.
+    micro-batch; None before one has run. ``held``, ``peak``, ``left``: its bytes now, at most, and still free.
     """
 
     def __init__(self, local: int = 1, held: Callable[[], int] = memory.resident_bytes,

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 def make(run: ReportedRun, launched: bool) -> list[Report]:
-    """Return the reports that ``run.config`` asks for: log.jsonl, progress, trackers. ``launched``: by an MPI launcher.
-    """
+    """Return the reports of ``run.config``: log.jsonl, progress, trackers. ``launched``: by an MPI launcher."""
     # Imported here: processes without site-packages, such as the one that outlives rank 0, import modules below.
     from hvdtrain.reports import jsonl
     from hvdtrain.reports.progress import make as make_progress

@@ -84,6 +84,12 @@ def command(out: Path) -> list[str]:
     return [sys.executable, "-m", "hvdtrain", "report", os.path.abspath(out)]
 
 
+def start(out: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """Start the command that writes the page of the run in ``out``, apart from this process. OSError."""
+    return subprocess.Popen(command(out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                            stderr=subprocess.DEVNULL, start_new_session=True, **options)
+
+
 def environment(root: str) -> dict[str, str]:
     """Return the environment of a process that writes the page, without the variables that mark the job's processes."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR")
@@ -102,10 +108,7 @@ _NAMED = re.compile(r"\brank (\d+) on host\b")
 
 
 def failure(error: BaseException, rank: int) -> dict[str, Any]:
-    """Return the values of the record "failed" for what ``rank`` has met.
-
-    ``rank`` in it: the one that the error's words accuse, else the one that met it.
-    """
+    """Return the record "failed" of what ``rank`` has met, with the rank that the error accuses, if any."""
     text = str(error).strip()
     accused = _NAMED.search(text)
     name = type(error).__name__
@@ -130,10 +133,7 @@ def last(lines: Iterable[bytes]) -> tuple[int, bool]:
 
 
 def append(out: Path, values: dict[str, Any], again: bool = False) -> bool:
-    """Add a "failed" record to the log of a run whose last fit has no end yet, or ``again`` after its end.
-
-    Returns whether it was added. OSError.
-    """
+    """Add a "failed" record to a log without an end, or ``again``; return whether it was added. OSError."""
     path = out / RunFiles.LOG
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
     try:
@@ -166,9 +166,7 @@ class Writer:
         with contextlib.suppress(OSError):
             if (out / RunFiles.LOG).exists():  # else it is no run of ours
                 # The job that starts again comes first: hence the preexec_fn.
-                self._child = subprocess.Popen(command(out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                               stderr=subprocess.DEVNULL, start_new_session=True,
-                                               preexec_fn=lambda: os.nice(NICE))
+                self._child = start(out, preexec_fn=lambda: os.nice(NICE))
 
     def end(self, wait_s: float = FINISH_S) -> None:
         """Return when the page is written; after ``wait_s`` it is given up."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvdtrain.core.process_sets import SHARED_HOME
+
 _HOMES = {
-    "basics": "Adasum Average Max Min ProcessSet Product Sum add_process_set cross_rank cross_size "
-              "get_process_set_ids_and_ranks global_process_set init is_homogeneous is_initialized local_rank "
-              "local_size rank remove_process_set shutdown size",
+    "basics": "init",
     "capabilities": "BroadcastGlobalVariablesHook broadcast_global_variables broadcast_object_fn ccl_built "
                     "check_extension cuda_built ddl_built gloo_built gloo_enabled gpu_available mpi_built mpi_enabled "
-                    "mpi_threads_supported nccl_built rocm_built start_timeline stop_timeline",
+                    "nccl_built rocm_built",
     "compression": "Compression",
     "functions": "allgather_object broadcast_ broadcast_object broadcast_variables",
     "gradients": "GradientExchange",
@@ -24,7 +24,8 @@ _HOMES = {
     "tape": "DistributedGradientTape DistributedOptimizer PartialDistributedGradientTape",
 }
 _MODULES = ("functions", "keras", "mpi_ops", "util")
-_HOME = {name: f"hvdtrain.tensorflow.{home}" for home, names in _HOMES.items() for name in names.split()}
+_HOME = SHARED_HOME | {
+    name: f"hvdtrain.tensorflow.{home}" for home, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_HOME)
 
 

@@ -1,5 +1,4 @@
-"""Start of a job for TensorFlow, and its transports; the job itself is `hvdtrain.job`'s, for all frameworks.
-"""
+"""Start of a job for TensorFlow, and its transports; the job itself is `hvdtrain.job`'s, for all frameworks."""
 
 from __future__ import annotations
 
@@ -11,28 +10,8 @@ from hvdtrain.cluster import horovod
 from hvdtrain.comm.collectives.mpi import MpiCollectives
 from hvdtrain.comm.collectives.shared import SharedCollectives
 from hvdtrain.core.errors import UserError, WrongMode
-from hvdtrain.core.process_sets import Adasum, Average, Max, Min, ProcessSet, Product, Sum, global_process_set
-from hvdtrain.job import (
-    World,
-    add_process_set,
-    cross_rank,
-    cross_size,
-    get_process_set_ids_and_ranks,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-    world,
-)
-
-__all__ = [
-    "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Sum", "World", "add_process_set", "cross_rank",
-    "cross_size", "get_process_set_ids_and_ranks", "global_process_set", "init", "is_homogeneous", "is_initialized",
-    "local_rank", "local_size", "rank", "remove_process_set", "shared_wire", "shutdown", "size", "wire", "world"]
+from hvdtrain.core.process_sets import ProcessSet, global_process_set
+from hvdtrain.job import World
 
 
 class _TensorFlow:

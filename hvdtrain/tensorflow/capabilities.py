@@ -1,4 +1,4 @@
-"""Answers about the build (`mpi_built`, `nccl_built`, ...), Horovod's timeline, and names that are not supported.
+"""Answers about the build (`mpi_built`, `nccl_built`, ...), and names that are not supported.
 
 The answers are `hvdtrain.job`'s: without a built Horovod plain MPI can be had, and nothing else.
 """
@@ -11,9 +11,6 @@ from typing import Any
 from hvdtrain import job
 from hvdtrain.cluster import horovod
 from hvdtrain.core.errors import WrongMode
-from hvdtrain.job import mpi_threads_supported, start_timeline, stop_timeline
-
-__all__ = ["mpi_threads_supported", "start_timeline", "stop_timeline"]
 
 _answer = partial(job.answer, "tensorflow")
 mpi_built = _answer("mpi_built", "Return whether collectives over MPI were built.")
@@ -39,8 +36,7 @@ def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> b
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: Any) -> None:
-    """Raise `ImportError` with the remedy where Horovod's TensorFlow part is not built; the arguments are not needed.
-    """
+    """Raise `ImportError` with the remedy where Horovod's TensorFlow part is not built; arguments are ignored."""
     horovod.check_built("tensorflow", ext_name)
 
 

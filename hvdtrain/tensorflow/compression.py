@@ -49,8 +49,3 @@ class Compression:
 
 
 compression.add_others(Compression)
-
-
-def kind_of(chosen: Any) -> str:
-    """Return `hvdtrain.comm.compression.kind_of` of what a script has chosen."""
-    return compression.kind_of(chosen, Compression)

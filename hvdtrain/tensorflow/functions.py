@@ -13,8 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 import hvdtrain.tensorflow
-from hvdtrain.tensorflow import basics, ops
-from hvdtrain.tensorflow.basics import ProcessSet, global_process_set
+from hvdtrain import job
+from hvdtrain.core.process_sets import ProcessSet, global_process_set
+from hvdtrain.tensorflow import ops
 from hvdtrain.tensorflow.nodes import (
     Mismatch,
     check_root,
@@ -73,7 +74,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: st
     if ops.member_wire(process_set) is None:
         check_root(root_rank, process_set.ranks)
         return obj
-    is_root = basics.rank() == root_rank
+    is_root = job.rank() == root_rank
     data = np.frombuffer(pickle.dumps(obj, protocol=5) if is_root else b"", np.uint8)
     label = f"{name or 'object'}"
     size = int(ops.broadcast(tf.constant([data.size], tf.int64), root_rank, f"{label}.size", False, process_set)[0])
@@ -96,14 +97,13 @@ def allgather_object(obj: Any, session: Any = None, name: str | None = None,
 def gathered(obj: Any, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return every member's small object, by rank, over the control plane, or in a smaller set over its transport."""
     if process_set.process_set_id == 0:
-        return basics.world().control.gather(obj)
+        return job.world().control.gather(obj)
     return allgather_object(obj, name="gathered", process_set=process_set)
 
 
 def broadcast_(variables: Sequence[Any], root_rank: int, name: str | None = None,
                process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Give ``variables`` the values of rank ``root_rank``, and return those. Errors: those of `broadcast_variables`.
-    Collective."""
+    """Give ``variables`` the values of rank ``root_rank``, and return those; as `broadcast_variables`. Collective."""
     broadcast_variables(variables, root_rank, process_set)
     return [tf.convert_to_tensor(v) for v in variables]
 

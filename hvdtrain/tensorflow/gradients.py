@@ -14,18 +14,20 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain import job
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.ops import Ops
+from hvdtrain.comm.compression import kind_of
 from hvdtrain.comm.compressors import create
 from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.config import Config, ExchangeConfig
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import NotSupported, UserError, WaitTimeout, WrongValue, through_trace
+from hvdtrain.core.process_sets import Adasum, Average, ProcessSet, Sum, global_process_set
 from hvdtrain.core.protocols import ParamSpec
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.tensorflow import basics, functions
-from hvdtrain.tensorflow.basics import Adasum, Average, ProcessSet, Sum, global_process_set
-from hvdtrain.tensorflow.compression import Compression, kind_of
+from hvdtrain.tensorflow.compression import Compression
 from hvdtrain.tensorflow.nodes import (
     Mismatch,
     label_of,
@@ -60,7 +62,7 @@ class GradientExchange:
     def __init__(self, *, op: int = Average, compression: Any = Compression.none, sparse_as_dense: bool = False,
                  gradient_predivide_factor: float = 1.0, groups: Any = None,
                  process_set: ProcessSet = global_process_set, name: str = "gradients") -> None:
-        self._kind = kind_of(compression)
+        self._kind = kind_of(compression, Compression)
         check_options(op, gradient_predivide_factor, groups, self._kind)
         self.op, self.process_set, self.name = op, process_set, name
         self._compression, self._sparse_as_dense = compression, sparse_as_dense
@@ -143,7 +145,7 @@ class GradientExchange:
         now, then = next(((a, b) for a, b in zip(items, before) if a.same() != b.same()), (None, None))
         what = "a list of variables that differs from before" if now is None else f"{now} where it had {then} before"
         try:
-            basics.world().control.barrier("of changed gradients", LATE_S)
+            job.world().control.barrier("of changed gradients", LATE_S)
         except WaitTimeout as error:
             raise through_trace(UserError(
                 f"{error}: this rank has {what}, and the others do not",

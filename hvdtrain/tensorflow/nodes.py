@@ -103,8 +103,7 @@ def scratch(name: str, dtype: tf.DType) -> tf.Variable:
 
 
 def summable(x: tf.Tensor) -> tuple[tf.Tensor, Back]:
-    """Return ``x`` in the type of its sum, and the way back: 16-bit floating point in float32, which cannot overflow.
-    """
+    """Return ``x`` in the type of its sum, and the way back: 16-bit floats in float32, which cannot overflow."""
     dtype = x.dtype
     if dtype in (tf.float16, tf.bfloat16):
         return tf.cast(x, tf.float32), lambda y: tf.cast(y, dtype)

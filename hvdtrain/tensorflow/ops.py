@@ -12,12 +12,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain import job
 from hvdtrain.backends.tensorflow.collectives import peer_failures
+from hvdtrain.comm.compression import kind_of
 from hvdtrain.core.errors import NotSupported, WrongMode, through_trace
-from hvdtrain.core.process_sets import KINDS, reduction
+from hvdtrain.core.process_sets import KINDS, Adasum, Average, ProcessSet, Sum, global_process_set, reduction
 from hvdtrain.tensorflow import basics
-from hvdtrain.tensorflow.basics import Adasum, Average, ProcessSet, Sum, global_process_set
-from hvdtrain.tensorflow.compression import Compression, kind_of
+from hvdtrain.tensorflow.compression import Compression
 from hvdtrain.tensorflow.nodes import (
     Back,
     InvalidArgument,
@@ -215,36 +216,36 @@ def join() -> Any:
     wire = basics.wire()
     if wire is None:
         return tf.constant(0)
-    if basics.world().hvd is None:
+    if job.world().hvd is None:
         raise WrongMode("join over plain MPI, where every rank enters every collective", "Horovod",
                         "run `python -m hvdtrain build`, or give every rank the same number of batches")
     with peer_failures():
-        return basics.world().hvd.join()
+        return job.world().hvd.join()
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """Return `size`, of a process set, as an int32 tensor."""
-    return tf.constant(basics.world().sets[process_set_id].size(), tf.int32, name=name or "size")
+    return tf.constant(job.world().sets[process_set_id].size(), tf.int32, name=name or "size")
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """Return 1 if this rank is in the process set, else 0, as an int32 tensor."""
-    return tf.constant(int(bool(basics.world().sets[process_set_id].included())), tf.int32, name=name or "included")
+    return tf.constant(int(bool(job.world().sets[process_set_id].included())), tf.int32, name=name or "included")
 
 
 def local_size_op(name: str | None = None) -> Any:
     """Return `local_size` as an int32 tensor."""
-    return tf.constant(basics.local_size(), tf.int32, name=name or "local_size")
+    return tf.constant(job.local_size(), tf.int32, name=name or "local_size")
 
 
 def rank_op(name: str | None = None) -> Any:
     """Return `rank` as an int32 tensor."""
-    return tf.constant(basics.rank(), tf.int32, name=name or "rank")
+    return tf.constant(job.rank(), tf.int32, name=name or "rank")
 
 
 def local_rank_op(name: str | None = None) -> Any:
     """Return `local_rank` as an int32 tensor."""
-    return tf.constant(basics.local_rank(), tf.int32, name=name or "local_rank")
+    return tf.constant(job.local_rank(), tf.int32, name=name or "local_rank")
 
 
 def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> int:
@@ -262,7 +263,7 @@ def member_wire(process_set: ProcessSet) -> Any:
     wire = basics.wire(process_set)
     if not process_set.included():
         raise through_trace(InvalidArgument(
-            f"a collective among ranks {process_set.ranks} on rank {basics.rank()}, which is not one of them",
+            f"a collective among ranks {process_set.ranks} on rank {job.rank()}, which is not one of them",
             "a process set that this rank is in", "call it under `if process_set.included():`"))
     return wire
 
@@ -346,7 +347,8 @@ def _packed(x: tf.Tensor, compression: Any, before: float, after: float, divisor
     float16 is summed in float32 unless the caller asks for it as compression; factors have the digits of the sum, and
     if the caller compresses those of ``x``.
     """
-    narrow = compression.narrow if kind_of(compression) else None  # a script's own class has no such attribute
+    # A script's own class has no such attribute.
+    narrow = compression.narrow if kind_of(compression, Compression) else None
     if narrow is not None and x.dtype not in (tf.float16, tf.bfloat16):
         small, context = compression.compress(_times(x, before))
         own, wide = (small, lambda y: y) if narrow == tf.float16 else summable(small)

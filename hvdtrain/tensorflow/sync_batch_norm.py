@@ -11,8 +11,8 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.transforms.sync_batchnorm import joint_moments
+from hvdtrain.core.process_sets import Sum
 from hvdtrain.tensorflow import basics, ops
-from hvdtrain.tensorflow.basics import Sum
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")

@@ -1,7 +1,6 @@
 """Gradient tapes and optimizers, by Horovod's signatures, whose gradients are those of all ranks.
 
-Owns how a tape is wrapped and which sources stay local. The exchange is `hvdtrain.tensorflow.gradients`', the optimizer
-`hvdtrain.keras`'.
+Owns how a tape is wrapped and which sources stay local. The exchange is `gradients`', the optimizer `hvdtrain.keras`'.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain import job
 from hvdtrain.core.errors import UserError
-from hvdtrain.tensorflow import basics
-from hvdtrain.tensorflow.basics import Average, ProcessSet, global_process_set
+from hvdtrain.core.process_sets import Average, ProcessSet, global_process_set
 from hvdtrain.tensorflow.compression import Compression
 from hvdtrain.tensorflow.gradients import GradientExchange, identity_of
 from hvdtrain.tensorflow.nodes import unconverted
@@ -156,7 +155,7 @@ def _is_layer(layer: Any) -> bool:
 def _exchange(op: int, compression: Any, sparse_as_dense: bool, predivide: float, groups: Any,
               process_set: ProcessSet) -> GradientExchange:
     """Return the exchange of these options: one for all tapes of a loop, which keeps plans and their state."""
-    basics.world()
+    job.world()
     grouped = groups if groups is None or isinstance(groups, int) else tuple(
         tuple(identity_of(v) for v in group) for group in groups)
     key = (op, compression, sparse_as_dense, predivide, grouped, id(process_set))

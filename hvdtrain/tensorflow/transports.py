@@ -94,8 +94,7 @@ class SharedSum:
 class PlainMpi(HostNodes):
     """`HostNodes` of plain MPI for users' graphs, with the collectives of `HorovodCollectives` that divide rows.
 
-    Its nodes have a state, for users' graphs branch and loop. Not differentiable. Sums within hosts are not faster than
-    across them.
+    Its nodes have a state, for users' graphs branch and loop. Not differentiable. Sums within hosts are no faster.
     """
 
     overlaps = False

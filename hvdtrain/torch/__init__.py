@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvdtrain.core.process_sets import SHARED_HOME
+
 _HOMES = {
-    "basics": "Adasum Average Max Min ProcessSet Product Sum add_process_set ccl_built check_extension cross_rank "
-              "cross_size cuda_built ddl_built get_process_set_ids_and_ranks global_process_set gloo_built "
-              "gloo_enabled gpu_available init is_homogeneous is_initialized local_rank local_size mpi_built "
-              "mpi_enabled mpi_threads_supported nccl_built rank remove_process_set rocm_built shutdown size "
-              "start_timeline stop_timeline",
+    "basics": "ccl_built check_extension cuda_built ddl_built gloo_built gloo_enabled gpu_available init mpi_built "
+              "mpi_enabled nccl_built rocm_built",
     "compression": "Compression",
     "data": "shard",
     "exchange": "join",
@@ -27,7 +26,7 @@ _HOMES = {
     "transports": "HorovodInternalError",
 }
 _MODULES = ("functions", "mpi_ops")
-_HOME = {name: f"hvdtrain.torch.{home}" for home, names in _HOMES.items() for name in names.split()}
+_HOME = SHARED_HOME | {name: f"hvdtrain.torch.{home}" for home, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_HOME)
 
 

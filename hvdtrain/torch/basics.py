@@ -20,37 +20,11 @@ from hvdtrain.comm.collectives.base import NullCollectives
 from hvdtrain.comm.collectives.mpi import MpiCollectives
 from hvdtrain.comm.collectives.shared import SharedCollectives
 from hvdtrain.core.errors import WrongValue
-from hvdtrain.core.process_sets import Adasum, Average, Max, Min, ProcessSet, Product, Sum, global_process_set
-from hvdtrain.job import (
-    World,
-    add_process_set,
-    cross_rank,
-    cross_size,
-    get_process_set_ids_and_ranks,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_threads_supported,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-    wire,
-    world,
-)
+from hvdtrain.core.process_sets import ProcessSet, global_process_set
+from hvdtrain.job import World
 
 if TYPE_CHECKING:
     from hvdtrain.torch.transports import Wire
-
-__all__ = [
-    "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Sum", "World", "add_process_set", "cross_rank",
-    "cross_size", "get_process_set_ids_and_ranks", "global_process_set", "init", "is_homogeneous", "is_initialized",
-    "local_rank", "local_size", "mpi_threads_supported", "rank", "remove_process_set", "shared_wire", "shutdown",
-    "size", "start_timeline", "stop_timeline", "wire", "world"]
-
 
 _numbers: dict[int, Iterator[int]] = {}
 _joins = [0]
@@ -92,16 +66,13 @@ def member_wire(process_set: ProcessSet) -> Wire:
 
     found = job.wire(process_set)
     if not process_set.included():
-        raise WrongValue(f"a collective among ranks {process_set.ranks} on rank {rank()}, which is not one of them",
+        raise WrongValue(f"a collective among ranks {process_set.ranks} on rank {job.rank()}, which is not one of them",
                          "a process set that this rank is in", "call it under `if process_set.included():`")
-    return found or MpiWire(NullCollectives(), [rank()])
+    return found or MpiWire(NullCollectives(), [job.rank()])
 
 
 def unnamed(process_set: ProcessSet) -> str:
-    """Return a name for a collective without one, numbered within its process set.
-
-    Horovod numbers over all sets, so that ranks of different sets disagree.
-    """
+    """Return a name for a collective, numbered within its process set (Horovod's differ between sets)."""
     number = process_set.process_set_id or 0
     return f"unnamed.{_joins[-1]}.{next(_numbers.setdefault(number, itertools.count()))}"
 

@@ -361,7 +361,7 @@ def _fill(root: Any) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name() == "_NormalizedBackward":  # which other ranks wait in
+        if node.name() == "_NormaliseBackward":  # which other ranks wait in
             raise UserError("a loss without samples or weight that is not finite, through SyncBatchNorm",
                             "a finite one, whose gradient passes through the layer",
                             'call batches.scale(loss.sum(), reduction="sum"), which is 0 without samples')

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from hvdtrain import job
 from hvdtrain.comm.collectives.host_sums import RankNotes
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.process_sets import global_process_set
+from hvdtrain.core.process_sets import Average, Sum, global_process_set
 from hvdtrain.torch import basics
 from hvdtrain.torch.gradient_plan import WHAT, ExchangeSettings, ParameterPlan, ParamFacts
 from hvdtrain.torch.ops import sparse_allreduce_async
@@ -44,7 +45,7 @@ _notes: list[tuple[Any, Callable[..., list[int]]]] = []
 
 def exchange_notes(note: int, bounded: bool = True) -> list[int]:
     """Return what each rank brings to the next exchange: the number of its plan, `NEW` or `JOINED`. Collective."""
-    here = basics.world()
+    here = job.world()
     if not _notes or _notes[0][0] is not here:
         shared = basics.shared_wire(global_process_set)
         _notes[:] = [(here, RankNotes(shared).exchange if shared is not None else
@@ -72,8 +73,7 @@ class ParameterExchange:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Replace each ``param.grad`` by its sum or mean over the ranks; a rank without one brings zeros. Collective.
-        """
+        """Replace each ``param.grad`` by its sum or mean over ranks; a rank without one brings zeros. Collective."""
         while True:
             grads = self._fitting()
             if self.plan is not None:
@@ -91,7 +91,7 @@ class ParameterExchange:
 
     def _fitting(self) -> list[torch.Tensor | None]:
         """Return the dense gradients as they are to be exchanged; drops a plan that does not fit any more."""
-        if self.plan is not None and (self.plan.world is not basics.world() or self._changed()):
+        if self.plan is not None and (self.plan.world is not job.world() or self._changed()):
             self.plan = None
         if self.plan is None:
             return []
@@ -131,7 +131,7 @@ class ParameterExchange:
 
     def _exchange_rows(self) -> None:
         """Gather the rows of sparse gradients; a rank without one brings none."""
-        op = basics.Average if self.settings.average else basics.Sum
+        op = Average if self.settings.average else Sum
         handles = []
         for param in self._sparse:
             grad = param.grad
@@ -181,7 +181,7 @@ def make_plan(exchange: ParameterExchange | None) -> ParameterPlan:
     A parameter is exchanged where it is trained on any rank. Errors: `UserError`, the same on every rank; on one in
     `joined` alone, where its optimizer is not the others'.
     """
-    rows: list[Row | None] = basics.world().control.gather(None if exchange is None else exchange.row())
+    rows: list[Row | None] = job.world().control.gather(None if exchange is None else exchange.row())
     found = differences(rows)
     if found:
         raise UserError(found, "one optimizer of the same parameters and arguments on every rank",
@@ -245,8 +245,7 @@ def join(device: int = -1) -> int:
     """Wait until every rank has called it; return the number of one that came last. Collective.
 
     Over Horovod, ranks that have not come yet continue with `allreduce` and the steps of `DistributedOptimizer`, in
-    which those that wait count as zeros. A mean over ranks counts a rank that waits: `hvd.shard` gives exact means of
-    batches of unequal number.
+    which those that wait count as zeros. A mean over ranks counts a rank that waits: `hvd.shard` gives exact means.
     """
     wire = basics.member_wire(global_process_set)
     if basics.shared_wire(global_process_set) is None or not isinstance(wire, HorovodWire):

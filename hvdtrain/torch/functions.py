@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from hvdtrain import job
 from hvdtrain.core.errors import WrongValue
 from hvdtrain.core.process_sets import ProcessSet, global_process_set
-from hvdtrain.torch import basics, ops
+from hvdtrain.torch import ops
 
 Named = tuple[str | None, torch.Tensor]
 
@@ -49,7 +50,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     No step is made: a state that only the root has is made on the other ranks from its description. Before the root's
     first step, gradients that are None become zeros, as after Horovod's. ``model`` is Horovod's and not needed.
     """
-    is_root = basics.rank() == root_rank
+    is_root = job.rank() == root_rank
     tensors: list[torch.Tensor] = []
     described = _described(optimizer.state_dict(), tensors) if is_root else None
     described = broadcast_object(described, root_rank, "optimizer.state")
@@ -92,7 +93,7 @@ def loading(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> Any:
     """Return rank ``root_rank``'s object, on every rank; collective."""
-    is_root = basics.rank() == root_rank
+    is_root = job.rank() == root_rank
     data, label = _packed(obj if is_root else None), name or "object"
     size = int(ops.broadcast(torch.tensor([len(data)]), root_rank, f"{label}.size", process_set))
     whole = ops.broadcast_(data if is_root else torch.empty(size, dtype=torch.uint8), root_rank, f"{label}.data",
@@ -152,7 +153,7 @@ def _packed(obj: Any) -> torch.Tensor:
 def _check_same(named: list[Named], root_rank: int) -> None:
     """Raise `UserError` that names the roots, or the first tensor, that differ between ranks; collective."""
     rows = [(name, tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in named]
-    rows_P = basics.world().control.gather((root_rank, rows))
+    rows_P = job.world().control.gather((root_rank, rows))
     roots = [root for root, _ in rows_P]
     if len(set(roots)) > 1:
         raise WrongValue(f"broadcast_parameters with root_rank {roots} on ranks {list(range(len(roots)))}",

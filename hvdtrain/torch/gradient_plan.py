@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from hvdtrain import job
 from hvdtrain.backends.torch.collectives import HorovodCollectives
 from hvdtrain.backends.torch.ops import Ops
 from hvdtrain.comm.collectives.host_sums import HostSums
@@ -58,7 +59,6 @@ class SumMemory(Protocol):
 
     def add(self) -> list[torch.Tensor]:
         """Return the sums or means of the vectors, by bucket; collective."""
-        ...
 
 
 class _InHost:
@@ -98,7 +98,7 @@ class ParameterPlan:
 
     def __init__(self, number: int, items: dict[str, ParamFacts], settings: ExchangeSettings,
                  device: torch.device) -> None:
-        self.number, self.world = number, basics.world()
+        self.number, self.world = number, job.world()
         self.sparse = [n for n, facts in items.items() if facts.sparse and not settings.sparse_as_dense]
         self.densified = {n for n, facts in items.items() if facts.sparse and settings.sparse_as_dense}
         self.dense = [n for n in items if n not in self.sparse]
@@ -154,7 +154,7 @@ class ParameterPlan:
 
 def wire_of() -> Any:
     """Return the transport of dense gradients: shared memory, Horovod, or MPI. Collective the first time."""
-    here = basics.world()
+    here = job.world()
     shared = basics.shared_wire(global_process_set)
     if shared is not None:
         return shared

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from hvdtrain import job
 from hvdtrain.core.errors import NotSupported, WrongValue
 from hvdtrain.core.process_sets import Adasum, Average, ProcessSet, Sum, global_process_set, reduction
-from hvdtrain.torch import basics
 from hvdtrain.torch.basics import member_wire, unnamed
 from hvdtrain.torch.compression import Compression, Compressor
 from hvdtrain.torch.transports import AsyncHandle
@@ -338,7 +338,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         mean = allreduce(grads[0], op=Average, process_set=ctx.process_set)
-        return None, None, None, mean if basics.rank() == ctx.root else torch.zeros_like(mean)
+        return None, None, None, mean if job.rank() == ctx.root else torch.zeros_like(mean)
 
 
 class _Alltoall(torch.autograd.Function):

@@ -15,17 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdtrain import job
 from hvdtrain.backends.torch.gradients import hooked
 from hvdtrain.backends.torch.optim import updating_fused
 from hvdtrain.cluster import horovod
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.cluster.machine import memory
+from hvdtrain.comm.compression import kind_of
 from hvdtrain.core.errors import NotSupported, UserError, WrongValue
-from hvdtrain.core.process_sets import ProcessSet, global_process_set
+from hvdtrain.core.process_sets import Adasum, Average, ProcessSet, Sum, global_process_set
 from hvdtrain.torch import basics
-from hvdtrain.torch.basics import Adasum, Average, Sum
-from hvdtrain.torch.compression import Compression, kind_of
+from hvdtrain.torch.compression import Compression
 from hvdtrain.torch.exchange import ParameterExchange
 from hvdtrain.torch.functions import loading
 from hvdtrain.torch.gradient_plan import WHAT, ExchangeSettings
@@ -141,7 +142,7 @@ class _ExchangingOptimizer(torch.optim.Optimizer):
             loss = closure()
             self.synchronize()
             if self._hvd_exchange is not None and isinstance(self, torch.optim.LBFGS):  # which decides by the loss
-                total = basics.world().control.sum(np.array([float(loss.detach() if torch.is_tensor(loss) else loss)]))
+                total = job.world().control.sum(np.array([float(loss.detach() if torch.is_tensor(loss) else loss)]))
                 loss = torch.as_tensor(total[0] / (self._hvd_ranks if self.op == Average else 1))
             return loss
         return exchanged
@@ -179,10 +180,10 @@ def DistributedOptimizer(optimizer: torch.optim.Optimizer, named_parameters: Any
     if num_groups:
         warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    kind = kind_of(compression)
+    kind = kind_of(compression, Compression)
     _check(optimizer, op, gradient_predivide_factor, groups, backward_passes_per_step)
     names = _names(optimizer, named_parameters)
-    basics.world()
+    job.world()
     ranks = (process_set.size() or 1) if process_set.included() else 1
     if ranks > 1 and not _ours(optimizer, op, kind, process_set):
         return _by_horovod(optimizer, list(names.items()), compression, kind, backward_passes_per_step, op,
@@ -262,7 +263,7 @@ def _names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[torc
 
 def _ours(optimizer: torch.optim.Optimizer, op: int, kind: str, process_set: ProcessSet) -> bool:
     """Return whether this project's transports exchange the gradients, rather than Horovod's optimizer."""
-    here, params = basics.world(), _params(optimizer)
+    here, params = job.world(), _params(optimizer)
     plain = op != Adasum and process_set.process_set_id == 0 and kind and all(p.is_floating_point() for p in params)
     on_cpu = all(p.device.type == "cpu" for p in params)
     if plain and (on_cpu and basics.shared_wire(process_set) is not None or kind not in ("none", "fp16")):
@@ -277,7 +278,7 @@ def _by_horovod(optimizer: torch.optim.Optimizer, named: Sequence[tuple[torch.Te
                 kind: str, passes: int, op: int, predivide: float, groups: Any, sparse_as_dense: bool,
                 process_set: ProcessSet) -> Any:
     """Return Horovod's own, whose waits end within the job's bound."""
-    hvd, ranks = basics.world().hvd, process_set.size() or 1
+    hvd, ranks = job.world().hvd, process_set.size() or 1
     if kind not in ("", "none", "fp16"):
         raise NotSupported(f"compression {kind} with op=hvd.Adasum or a process set", "Compression.none or fp16",
                            "leave compression out")
@@ -286,7 +287,7 @@ def _by_horovod(optimizer: torch.optim.Optimizer, named: Sequence[tuple[torch.Te
     made = hvd.DistributedOptimizer(
         optimizer, [(name, p) for p, name in named], theirs, passes, {Average: hvd.Average, Sum: hvd.Sum,
                                                                       Adasum: hvd.Adasum}[op],
-        predivide, 0, groups, sparse_as_dense, basics.wire(process_set).theirs)
+        predivide, 0, groups, sparse_as_dense, job.wire(process_set).theirs)
     made.state.update(state)
     made.defaults.update(defaults)
     timeout_s, inner = horovod.stall_bound(os.environ), made.synchronize

@@ -37,10 +37,7 @@ class HorovodInternalError(PeerFailed):
 
 
 class AsyncHandle:
-    """A collective that was started; `wait` may be called again.
-
-    ``then``: gives the result from what the transport returned.
-    """
+    """A collective that was started; `wait` may be called again. ``then``: makes the result of the transport's."""
 
     def __init__(self, wait: Callable[[], Any], done: Callable[[], bool], then: Callable[[Any], Any]) -> None:
         self._wait, self._done, self._then = wait, done, then
@@ -152,8 +149,7 @@ class HorovodWire:
 class MpiWire:
     """`Wire` over plain MPI, and of one rank alone; ``wire`` takes numpy arrays.
 
-    A call returns when its collective is over: ranks make the same calls in the same order. ``ranks``: of the process
-    set, in the job.
+    A call returns when its collective is over: ranks make equal calls in order. ``ranks``: of the process set.
     """
 
     def __init__(self, wire: Collectives, ranks: Sequence[int]) -> None:

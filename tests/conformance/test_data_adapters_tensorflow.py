@@ -252,6 +252,60 @@ def test_a_run_resumed_in_its_first_epoch_opens_a_shuffling_dataset_once(tmp_pat
     assert bits(got) == bits(want) and got.ledger["epochs"] == 1 and not got.ledger["unchecked"]
 
 
+def number(line):
+    return tf.strings.to_number(line, tf.int64)
+
+
+def of_files(make):
+    """Return what ``make`` returns for the names of five text files of numbers, of which one is empty."""
+    def made(folder):
+        names = [str(folder / f"{i}.txt") for i in range(5)]
+        for i, name in enumerate(names):
+            (folder / f"{i}.txt").write_text("".join(f"{100 * i + row}\n" for row in range([7, 4, 0, 9, 5][i])))
+        return make(names)
+
+    return made
+
+
+lines = tf.data.TextLineDataset
+files = tf.data.Dataset.from_tensor_slices
+
+
+@pytest.mark.parametrize("make", [
+    lambda names: lines(names).map(number).batch(4).prefetch(2),
+    lambda names: lines(names, num_parallel_reads=2).map(number, num_parallel_calls=2).filter(lambda x: x % 2 == 0),
+    lambda names: files(names).interleave(lines, cycle_length=2).map(number).shuffle(6, seed=1).batch(3).repeat(2),
+    lambda names: files(names).shuffle(5, seed=7).flat_map(lines).map(number).cache().shuffle(9, seed=2),
+])
+def test_shards_of_a_dataset_hold_each_sample_once(make, tmp_path):
+    """In every epoch, and in the same order for a run that starts at a later one."""
+    def epochs(shards, first):
+        return [[firsts(shard, epoch) for shard in shards] for epoch in range(first, 3)]
+
+    whole, streams = adapt(of_files(make)(tmp_path)), [adapt(of_files(make)(tmp_path)) for _ in range(2)]
+    assert whole.num_shards == 5
+    for n in (2, 3):
+        found = epochs([streams[0].shard(n, i) for i in range(n)], 0)
+        assert [sorted(sum(shards, [])) for shards in found] == [sorted(firsts(whole))] * 3
+        assert epochs([streams[1].shard(n, i) for i in range(n)], 1) == found[1:]
+
+
+@pytest.mark.parametrize("make", [
+    lambda names: lines(names).map(number).take(9),
+    lambda names: lines(names).map(number).batch(4, drop_remainder=True),
+    lambda names: lines(names).map(number).batch(4).unbatch(),
+    lambda names: lines(names).map(number).batch(4).map(tf.reduce_sum),
+    lambda names: lines(names).map(number).shard(2, 0),
+    lambda names: lines(names).map(number).cache(names[0] + "-cache"),
+    lambda names: tf.data.Dataset.zip(lines(names).map(number), lines(names).map(number)),
+    lambda names: files(np.arange(8)).map(lambda x: x + 1),
+    lambda names: files(np.arange(8)).flat_map(tf.data.Dataset.from_tensors),
+    lambda names: count(),
+])
+def test_a_dataset_whose_samples_depend_on_the_division_has_no_shards(make, tmp_path):
+    assert adapt(of_files(make)(tmp_path)).num_shards == 0
+
+
 @pytest.mark.parametrize("obj", [None, 3, "text", (1, 2), [], (np.arange(3), np.arange(3)), {"x": 1}])
 def test_what_is_not_tensorflows_is_left_to_others(obj):
     assert adapt(obj) is None

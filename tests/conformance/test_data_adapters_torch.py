@@ -247,6 +247,58 @@ def test_distributed_sampler_is_refused():
         adapt(loader)
 
 
+def numbered(files):
+    for first, n in files:
+        yield from ({"x": [float(first + i)], "y": i} for i in range(n))
+
+
+def hugging():
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    return datasets.IterableDataset.from_generator(
+        numbered, gen_kwargs={"files": [(0, 7), (100, 4), (200, 1), (300, 9), (400, 5)]})
+
+
+class Parts(Counting):
+    """Files of two samples each, which it can divide."""
+
+    def __init__(self, n, files=None):
+        super().__init__(n)
+        self.files = list(range(n // 2)) if files is None else files
+        self.num_shards = len(self.files)
+
+    def shard(self, num_shards, index):
+        return Parts(self.n, self.files[index::num_shards])
+
+    def __iter__(self):
+        yield from ((np.float32(2 * i + row + 1000 * self.epoch), row) for i in self.files for row in range(2))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Parts(12), lambda: hugging(), lambda: hugging().shuffle(seed=3, buffer_size=8).with_format("torch"),
+    lambda: hugging().map(lambda row: {"y": row["y"] + 1}).filter(lambda row: row["y"] % 2).rename_column("y", "label"),
+    lambda: DataLoader(Parts(12), batch_size=5),
+    lambda: DataLoader(hugging().shuffle(seed=3, buffer_size=8).with_format("torch"), batch_size=3, num_workers=1)])
+def test_shards_of_a_stream_hold_each_sample_once(make):
+    whole, shared = adapt(make()), adapt(make())
+    epochs = range(1 if hasattr(whole, "loader") and whole.loader.num_workers else 3)
+    assert whole.num_shards >= 5
+    for n in (2, 3)[:len(epochs)]:
+        shards = [shared.shard(n, i) for i in range(n)]
+        for epoch in epochs:
+            found = [firsts(shard, epoch) for shard in shards]
+            assert all(found) and sorted(sum(found, [])) == sorted(firsts(whole, epoch))
+        assert firsts(adapt(make()).shard(n, 1), epoch) == found[1], "in the same order after a resume"
+
+
+@pytest.mark.parametrize("make", [
+    lambda: hugging().take(5), lambda: hugging().skip(2), lambda: hugging().map(lambda rows: rows, batched=True),
+    lambda: hugging().map(lambda row, i: {"y": i}, with_indices=True), lambda: Counting(9),
+    lambda: DataLoader(Parts(12), batch_size=5, drop_last=True), lambda: DataLoader(Squares(9)),
+    lambda: DataLoader(Parts(12), batch_size=5, collate_fn=lambda rows: default_collate(rows[1:]))])
+def test_a_stream_whose_samples_depend_on_the_division_has_no_shards(make):
+    assert adapt(make()).num_shards == 0
+
+
 @pytest.mark.parametrize("obj", [None, 3, "text", (1, 2), [], (np.arange(3), np.arange(3)), {"x": 1}])
 def test_what_is_not_torchs_is_left_to_others(obj):
     assert adapt(obj) is None

@@ -19,7 +19,8 @@ SCRIPTS = ROOT / "mpi_scripts"
 BIN = os.path.dirname(sys.executable)
 
 
-@pytest.mark.parametrize("name", ["run_mpirun.sh", "run_mixed.sh", "run_horovodrun.sh", "run.sbatch", "two_hosts.sh"])
+@pytest.mark.parametrize("name", ["run_mpirun.sh", "run_mixed.sh", "run_horovodrun.sh", "run.sbatch", "two_hosts.sh",
+                                  "inside.sh"])
 def test_shellcheck_has_nothing_to_say(name):
     program = shutil.which("shellcheck", path=f"{BIN}:{os.environ['PATH']}")
     if program is None:

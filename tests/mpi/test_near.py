@@ -8,6 +8,7 @@ import keras  # noqa: E402
 
 import hvdtrain.keras as hvd  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
+from hvdtrain.job import world  # noqa: E402
 from hvdtrain.tensorflow import basics, transports  # noqa: E402
 from hvdtrain.tensorflow.gradients import GradientExchange  # noqa: E402
 
@@ -28,7 +29,7 @@ def job(control):
 @pytest.fixture
 def without(monkeypatch):
     """Leaves gradients to Horovod from when it is called."""
-    return lambda: monkeypatch.setattr(basics.world(), "shared", [None])
+    return lambda: monkeypatch.setattr(world(), "shared", [None])
 
 
 def gradients(rank, bad=None):

@@ -15,6 +15,7 @@ from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.comm.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.commands.bench.session import Session  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
+from hvdtrain.job import world  # noqa: E402
 from hvdtrain.tensorflow import basics  # noqa: E402
 from hvdtrain.tensorflow.transports import PlainMpi  # noqa: E402
 
@@ -41,10 +42,10 @@ def job(control):
 @pytest.fixture(params=["horovod", "plain MPI"])
 def carried(request, comm, monkeypatch):
     """Run over the job's transport and that of jobs without Horovod, without memory that ranks share."""
-    monkeypatch.setattr(basics.world(), "shared", [None])
+    monkeypatch.setattr(world(), "shared", [None])
     if request.param == "plain MPI":
         mpi = PlainMpi(MpiCollectives(comm, timeout_s=30), list(range(hvd.size())))
-        monkeypatch.setattr(basics.world(), "wires", {0: mpi})
+        monkeypatch.setattr(world(), "wires", {0: mpi})
     return request.param
 
 
@@ -67,7 +68,7 @@ def test_horovod_waits_no_longer_than_the_control_plane():
 
 
 def test_facts_are_horovods(control):
-    theirs = basics.world().hvd
+    theirs = world().hvd
     assert (hvd.rank(), hvd.size()) == (control.rank, control.size) == (theirs.rank(), theirs.size())
     for name in ("local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous", "mpi_built", "mpi_enabled",
                  "mpi_threads_supported", "gloo_built", "nccl_built", "cuda_built"):
@@ -179,6 +180,7 @@ def test_a_rank_that_brings_fewer_tensors_is_told_at_once():
                 hvd.allreduce(tf.ones([2]), op=hvd.Sum, name="unlike.2")
 
 
+@pytest.mark.world_size(2)
 def test_the_bench_of_single_calls(control, monkeypatch, capsys):
     """Every call gives what the same call of Horovod gives."""
     monkeypatch.setattr(eager, "CALLS", 1)
@@ -259,7 +261,7 @@ def test_gradients_flow_through_collectives():
     np.testing.assert_allclose(tape.gradient(gathered, x), [total / hvd.size()] * 2, rtol=1e-6)  # as Horovod defines
 
 
-@FEW
+@pytest.mark.world_size(3)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 def test_gradients_of_every_type(dtype):
     """Eager, where a gradient may come in another type than the forward's, as Horovod takes it; and in a function."""

@@ -12,7 +12,7 @@ import hvdtrain.tensorflow as hvd  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.comm.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
-from hvdtrain.tensorflow import basics  # noqa: E402
+from hvdtrain.job import world  # noqa: E402
 from hvdtrain.tensorflow.transports import PlainMpi  # noqa: E402
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -31,10 +31,10 @@ def job(control):
 @pytest.fixture(params=["horovod", "plain MPI"])
 def carried(request, comm, monkeypatch):
     """Run over the job's transport and that of jobs without Horovod, without memory that ranks share."""
-    monkeypatch.setattr(basics.world(), "shared", [None])
+    monkeypatch.setattr(world(), "shared", [None])
     if request.param == "plain MPI":
         mpi = PlainMpi(MpiCollectives(comm, timeout_s=30), list(range(hvd.size())))
-        monkeypatch.setattr(basics.world(), "wires", {0: mpi})
+        monkeypatch.setattr(world(), "wires", {0: mpi})
     return request.param
 
 

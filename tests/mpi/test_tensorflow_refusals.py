@@ -12,7 +12,7 @@ import hvdtrain.tensorflow as hvd  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.comm.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
-from hvdtrain.tensorflow import basics  # noqa: E402
+from hvdtrain.job import world  # noqa: E402
 from hvdtrain.tensorflow.transports import PlainMpi  # noqa: E402
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -39,7 +39,7 @@ def carried(request, comm, monkeypatch):
     """Return the job's wire, and the one of jobs without Horovod."""
     if request.param == "plain MPI":
         mpi = PlainMpi(MpiCollectives(comm, timeout_s=30), list(range(hvd.size())))
-        monkeypatch.setattr(basics.world(), "wires", {0: mpi})
+        monkeypatch.setattr(world(), "wires", {0: mpi})
     return request.param
 
 

@@ -9,6 +9,7 @@ import hvdtrain.torch as hvd  # noqa: E402
 from hvdtrain.cluster import boot, horovod  # noqa: E402
 from hvdtrain.comm.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
+from hvdtrain.job import world  # noqa: E402
 from hvdtrain.torch import basics, transports  # noqa: E402
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -29,7 +30,7 @@ def wire(request, comm, monkeypatch):
     """Each test runs over both transports."""
     if request.param == "mpi":
         plain = transports.MpiWire(MpiCollectives(comm, timeout_s=60.0), range(hvd.size()))
-        monkeypatch.setattr(basics.world(), "wires", {0: plain})
+        monkeypatch.setattr(world(), "wires", {0: plain})
     elif horovod.horovod_reason("torch"):
         pytest.skip("Horovod is not built")
     return request.param
@@ -266,7 +267,7 @@ def test_what_ranks_disagree_about_fails_on_all(control):
 @pytest.mark.world_size(2)
 def test_plain_mpi_says_what_it_lacks(comm, monkeypatch):
     plain = transports.MpiWire(MpiCollectives(comm, timeout_s=60.0), range(hvd.size()))
-    monkeypatch.setattr(basics.world(), "wires", {0: plain})
+    monkeypatch.setattr(world(), "wires", {0: plain})
     for call in (hvd.join, lambda: hvd.allreduce(torch.ones(2), op=hvd.Adasum)):
         with pytest.raises(UserError, match="python -m hvdtrain build"):
             call()

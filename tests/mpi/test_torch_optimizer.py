@@ -12,7 +12,8 @@ from torch.nn.functional import mse_loss  # noqa: E402
 import hvdtrain.torch as hvd  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
-from hvdtrain.torch import basics, exchange  # noqa: E402
+from hvdtrain.job import world  # noqa: E402
+from hvdtrain.torch import exchange  # noqa: E402
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -387,10 +388,9 @@ def test_without_horovod_and_shared_memory_mpi_exchanges(control, comm, monkeypa
     from hvdtrain.comm.collectives.mpi import MpiCollectives
     from hvdtrain.torch.transports import MpiWire
 
-    here = basics.world()
     for name, value in (("wires", {0: MpiWire(MpiCollectives(comm, timeout_s=60.0), range(hvd.size()))}),
                         ("shared", [None]), ("hvd", None)):
-        monkeypatch.setattr(here, name, value)
+        monkeypatch.setattr(world(), name, value)
     monkeypatch.setattr(exchange, "_notes", [])
     model = trained("adam", wrapped())
     equal_on_ranks(model, control)

@@ -33,8 +33,7 @@ class Layer:
 
     ``name``: its path with dots, as torch writes it ("conv_0.conv"). ``kind``: a key of `KINDS`, the same word in both
     frameworks. ``said``: its class there. ``weights``: by the name that the framework gives each within the layer
-    ("in_proj_weight", "query/kernel"). ``facts``: settings that both frameworks' layers have, for a remark where they
-    differ.
+    ("in_proj_weight", "query/kernel"). ``facts``: settings that both frameworks' layers have, for remarks.
     """
 
     name: str
@@ -116,10 +115,7 @@ def _axes(torch: str, keras: str, order: tuple[int, ...], words: str) -> Move:
 
 
 def _dense() -> list[Move]:
-    """Move (out, in) -> (in, out).
-
-    Where torch flattened (C, ...) and Keras (..., C), ``ends.flat`` is that (C, ...).
-    """
+    """Move (out, in) -> (in, out). Where torch flattened (C, ...) and Keras (..., C), ``ends.flat`` is (C, ...)."""
     def forth(a: Arrays, ends: Ends) -> Arrays:
         kernel = a[0]
         if ends.flat:

@@ -1,12 +1,10 @@
-"""Pairs of layers of a PyTorch model and its Keras twin, and all their weights carried over.
-
-A wrong match with fitting shapes is found by the check of outputs.
-"""
+"""Pairs of layers of a PyTorch model and its Keras twin, and all their weights carried over."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -187,3 +185,9 @@ def _flat(layer: Layer, flats: Mapping[str, Shape]) -> Shape:
                         f"channels and sizes that multiply to its {inputs} inputs" if inputs else "a Linear layer",
                         "correct --flatten")
     return shape
+
+
+def unfit(path: Path, why: object) -> UserError:
+    """Return the error of a file of weights that does not match the model."""
+    return UserError(f"{path} does not match the model: {' '.join(str(why).split())[:300]}",
+                     "all weights of that model", "correct --model and --model_args")

@@ -367,9 +367,7 @@ def with_class_weight(class_weight: dict[int, float], y: Any, sample_weight: Any
 
 
 def batch_weight(model: Any) -> Callable[[Sequence[np.ndarray]], float] | None:
-    """Return a function of the weight of this rank's share of a batch of numpy arrays, the same as the task's; None:
-    its samples.
-    """
+    """Return a function of the weight of this rank's share of a numpy batch, the task's; None: its samples."""
     if not is_compiled(model):
         return None
     special = [loss for loss in _losses(model) if getattr(loss, "reduction", "") == "mean_with_sample_weight"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,10 +16,7 @@ import keras
 
 from hvdtrain.backends.keras.compiled import setup_of
 from hvdtrain.backends.keras.freezing import KerasFreezing
-from hvdtrain.core.errors import UserError
-
-SHOWN = 3
-"""Changes that a message names."""
+from hvdtrain.core.errors import UserError, some
 
 
 class _Look(NamedTuple):
@@ -91,20 +89,19 @@ class KerasFacts:
     def follow(self, changes: Sequence[str], note: Callable[[str], None]) -> int | None:
         refused, self._refused = self._refused, []
         if refused:
-            raise UserError(f"a callback changed the model while it trains: {_short(refused)}",
+            raise UserError(f"a callback changed the model while it trains: {some(refused, between='; ')}",
                             "the layers, variables, optimizer and compile() as they were at the start of the run",
                             "change the model before the run, or end the run (model.stop_training = True) and fit "
                             "again")
         if self._inner is not None:
-            found: int | None = self._inner.follow(changes, note)
-            return found
+            return self._inner.follow(changes, note)
         if self._steps == 1 and not self._resumed:
             self._begin(changes)
         elif not self._noted and self._last.flags != self._begun.flags:
             self._noted = True
-            note(f"{_short(changes)}: this has no effect on the run, as in Keras until compile() is called again. "
-                 "The run trains the variables that were trainable at the first step; to change that, end the run and "
-                 "fit again. Later changes of trainable have no effect and are not reported")
+            note(f"{some(changes, between='; ')}: this has no effect on the run, as in Keras until compile() is called "
+                 "again. The run trains the variables that were trainable at the first step; to change that, end the "
+                 "run and fit again. Later changes of trainable have no effect and are not reported")
         return None
 
     def freeze(self, freezing: KerasFreezing) -> None:
@@ -133,7 +130,7 @@ class KerasFacts:
         """Train what is trainable before the first step. Errors: `UserError` for variables outside the optimizer."""
         trained = {id(v) for v in self._model.trainable_variables}
         if not trained or trained - set(self._trained):
-            raise UserError(f"a callback changed the model before the first step: {_short(changes)}",
+            raise UserError(f"a callback changed the model before the first step: {some(changes, between='; ')}",
                             "some or all of the variables that were trainable when fit was called",
                             "set trainable before fit, and compile again")
         self._begin_with(self._last)
@@ -146,8 +143,7 @@ class KerasFacts:
         self._retrace()
 
     def take_in(self, names: Sequence[str]) -> int | None:
-        found: int | None = None if self._inner is None else self._inner.take_in(names)
-        return found
+        return None if self._inner is None else self._inner.take_in(names)
 
     def extend(self, first: int, spans: Sequence[tuple[int, int]] | None) -> None:
         if self._inner is not None:
@@ -199,6 +195,20 @@ class KerasFacts:
         return found
 
 
+def refuse_own_work(optimizer: Any) -> None:
+    """Raise `UserError` for an optimizer that would repeat what the run does."""
+    distributed = sys.modules.get("hvdtrain.keras.exchange")
+    if distributed is not None and distributed.exchange_of(optimizer) is not None:
+        raise UserError("the optimizer is a DistributedOptimizer, and Trainer.fit exchanges gradients itself",
+                        "a plain optimizer", "compile with the optimizer inside it, or use plain model.fit")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or getattr(optimizer, "loss_scale_factor", None):
+        raise UserError("the optimizer scales the loss", "one that does not",
+                        "compile without mixed_float16 and loss_scale_factor")
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        raise UserError("the optimizer accumulates gradients (gradient_accumulation_steps)", "one that does not",
+                        "set accumulate in the configuration, which every rank shares")
+
+
 def apply_gradients(own: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
     """Update by Keras' optimizer ``own``; a gradient of None leaves its variable and state as they are.
 
@@ -244,7 +254,3 @@ def _name(x: Any, number: int) -> str:
         return f"{x.name} (number {number})"
     plain = keras.src.utils.naming.to_snake_case(type(x).__name__)
     return f"{plain} (number {number})" if re.fullmatch(plain + r"(_\d+)?", x.name) else str(x.name)
-
-
-def _short(found: Sequence[str]) -> str:
-    return "; ".join(found[:SHOWN]) + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else "")

@@ -16,10 +16,9 @@ from hvdtrain.planning.freezing import ALWAYS, Freeze, epochs_frozen
 class KerasFreezing:
     """The layers and variables of ``model`` that ``freeze`` names; their names are those of layers, joined by dots.
 
-    The constructor freezes what stays frozen for the whole run, and makes trainable what is unfrozen later, so that
-    the parts of a run that are made then include it. A layer is frozen with its last variable: BatchNormalization of
-    Keras then normalizes with its running statistics. ``objects``: name, layer or variable, and epoch of what is
-    unfrozen later.
+    The constructor freezes what stays frozen for the whole run, and makes trainable what is unfrozen later, so that the
+    run's parts include it. A layer is frozen with its last variable: BatchNormalization of Keras then normalizes with
+    its running statistics. ``objects``: name, layer or variable, and epoch of what is unfrozen later.
     """
 
     def __init__(self, model: keras.Model, freeze: Freeze) -> None:

@@ -25,9 +25,8 @@ from hvdtrain.core.errors import UserError, nearest
 def by_name(named: Named) -> Callable[[Any, Any], Any]:
     """Return ``loss(y, outputs)``, one value per element, of a class or function of keras.losses.
 
-    The name in any case, with or without underscores. One of shares of classes takes class numbers too.
-    Errors: `UserError` for an unknown name, for one that does not say which cross entropy, and for arguments that the
-    loss does not take.
+    The name in any case, with or without underscores. One of shares of classes takes class numbers too. Errors:
+    `UserError` for an unknown name, for one that does not say which cross entropy, and for arguments it does not take.
     """
     name = key(named.name)
     if name in ("crossentropy", "ce"):
@@ -110,8 +109,7 @@ def out_of_range(name: str, got: str, low: int, high: int, classes: int) -> User
 
 
 def _span(y: Any) -> tuple[int, int] | None:
-    """Return the least and the greatest class number; None for other targets, and in a graph, where they are not known.
-    """
+    """Return the least and the greatest class number; None for other targets, and in a graph."""
     if not is_integer(y):
         return None
     with contextlib.suppress(Exception):
@@ -210,9 +208,7 @@ def _rank(tensor: Any) -> int | None:
 
 
 def _fit(y: Any, outputs: Any) -> bool:
-    """Return whether a loss of single elements may take these shapes: Keras adds or drops a last 1, and broadcasts
-    others.
-    """
+    """Return whether a loss of elements may take these shapes: Keras adds or drops a last 1, and broadcasts others."""
     if _rank(y) is None or _rank(outputs) is None:
         return True
     longer, shorter = sorted((list(y.shape), list(outputs.shape)), key=len, reverse=True)
@@ -224,8 +220,7 @@ def _fit(y: Any, outputs: Any) -> bool:
 def check_stateful(model: Any, config: Config, backend: str) -> None:
     """Raise `UserError` for a stateful RNN (``stateful=True``) whose state would meet other samples than it came from.
 
-    A state belongs to the rows of a batch: with one micro-batch of the same rows in every step a rank's state is that
-    of its rows.
+    A state belongs to the rows of a batch: one micro-batch of the same rows in every step is fine.
     """
     layer = next((one for one in model._flatten_layers() if getattr(one, "stateful", False) is True), None)
     if layer is None:

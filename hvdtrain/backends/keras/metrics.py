@@ -302,10 +302,7 @@ class CompiledMetrics:
         return {**totals, SHAPES: self._shapes_k}
 
     def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return each metric from its summed total; one of several numbers (one per class) gives their mean.
-
-        A total of two numbers that is no metric's here is (sum, weight).
-        """
+        """Return each metric from its total: the mean of several numbers, the quotient of a foreign (sum, weight)."""
         if not self.built and SHAPES in totals:
             self.build(*_read(totals[SHAPES] / totals[SHAPES][0]))
         return {name: self._result(name, total_k) for name, total_k in totals.items() if name != SHAPES}

@@ -1,7 +1,6 @@
 """Names of a Keras model's variables that are the same in every process, and its final files.
 
-Owns which of model.keras and model.weights.h5 is written besides model.safetensors. Weights are put in place by the
-backends.
+Owns which of model.keras and model.weights.h5 is written besides model.safetensors. Backends put weights in place.
 """
 
 from __future__ import annotations
@@ -91,8 +90,7 @@ def stable_names(variables: Sequence[Any]) -> list[str]:
 
     Keras numbers the layers of a process, not of a model: ``dense_7`` and ``dense_8`` are the first two of a model that
     is built late. Of layers of one parent whose names differ in such a number alone, the least loses it and the others
-    count from there; where there is none or 0 already (conv_0), names stay. PyTorch reads dots as the way to a
-    submodule.
+    count from there; where there is none or 0 already (conv_0), names stay. PyTorch reads dots as submodules.
     """
     least: dict[tuple[str, str], int] = {}
     paths = [variable.path.split("/") for variable in variables]

@@ -68,9 +68,7 @@ class Task:
         return self._by_name(model, outputs, batch, training)
 
     def pairs(self, model: Any, outputs: Any, batch: Sequence[Any]) -> dict[str, Pair]:
-        """Return (sum, weight) of "loss" in an evaluation, and of a compiled model with several outputs of each one's
-        own.
-        """
+        """Return (sum, weight) of "loss" in an evaluation, and of each output of a compiled model with several."""
         if self._compiled is not None:
             return self._compiled.pairs(model, outputs, batch)
         return {"loss": self._by_name(model, outputs, batch, False)}
@@ -193,9 +191,7 @@ def _resolved(config: Config, model: Any) -> Loss:
 
 
 def _auto(args: dict[str, Any], mixes: bool) -> Loss:
-    """Return cross entropy of logits for integer targets, and for shares of classes if the run ``mixes`` them; squared
-    error for others.
-    """
+    """Return cross entropy of logits for class numbers, or for shares if the run ``mixes`` them; else squared error."""
     args = losses.without_reduction(Named("auto", args))
     settings = {"from_logits": True, **args, "reduction": None}
 

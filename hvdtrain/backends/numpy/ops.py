@@ -1,7 +1,4 @@
-"""The readable reference of `hvdtrain.core.protocols.Ops`, in numpy.
-
-The other backends' ops must pass the same cases (tests/conformance/ops_cases.py).
-"""
+"""Readable reference of `hvdtrain.core.protocols.Ops`; all pass tests/conformance/ops_cases.py."""
 
 from __future__ import annotations
 

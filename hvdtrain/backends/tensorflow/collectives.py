@@ -110,10 +110,7 @@ class HorovodCollectives(WithoutMemory):
                           "scatter", x)
 
     def reducescatterv(self, flat_N: tf.Tensor, sizes_P: Sequence[int], name: str) -> ReadyHandle:
-        """Return this rank's shard of the sum: every rank sends each other its shard and adds in rank order.
-
-        Holds P times its shard meanwhile.
-        """
+        """Return this rank's shard of the sum: shards are exchanged and added in rank order; P times its memory."""
         assert flat_N.shape[0] == sum(sizes_P), f"reducescatterv of {flat_N.shape[0]} elements into {list(sizes_P)}"
         if not sum(sizes_P):  # on every rank, which all know
             return ReadyHandle(flat_N)
@@ -161,10 +158,7 @@ class HorovodCollectives(WithoutMemory):
         return self._run(operate, name, collective.__name__, xs)
 
     def _call(self, operate: Callable[..., Any], name: str, kind: Hashable, *xs: tf.Tensor) -> ReadyHandle:
-        """Add ``operate(name, *xs)`` to the graph that is being traced, or run it at once.
-
-        ``kind`` distinguishes it from other operations of the same name.
-        """
+        """Add ``operate(name, *xs)`` to the traced graph, or run it at once; ``kind``: apart from its namesakes."""
         def placed(name: str, *xs: tf.Tensor) -> Any:
             with _placed(self._place):
                 return _named(operate(name, *xs), name)
@@ -223,10 +217,7 @@ class peer_failures:
 
 def collectives(kind: str, control: Control, exchange: Any, start_horovod: Callable[..., Any],
                 over_host: bool = False) -> HorovodCollectives | None:
-    """Return Horovod's collectives for TensorFlow, started; None for a kind the core provides.
-
-    ``over_host``: from host memory, also if tensors lie on a GPU.
-    """
+    """Return Horovod's started collectives, ``over_host`` from host memory; None for a kind of the core."""
     if kind != "horovod":
         return None
     return HorovodCollectives(start_horovod("tensorflow", exchange), "cpu" if over_host else "",

@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdtrain.backends.interchange import rule as rules
 from hvdtrain.backends.interchange.layers import Layer, Model, Weight
-from hvdtrain.backends.interchange.pairing import UNSUPPORTED
+from hvdtrain.backends.interchange.pairing import UNSUPPORTED, unfit
 from hvdtrain.backends.interchange.rule import KERAS_SLOTS, Rule, Slots
 from hvdtrain.backends.tensorflow import placement, state
 from hvdtrain.backends.tensorflow.optim import WarmUp
@@ -133,10 +133,7 @@ def input_shapes(model: keras.Model) -> list[tuple[tuple[int, ...], str]]:
 
 
 def read_file(model: keras.Model, path: Path) -> None:
-    """Load .keras, .weights.h5 or .safetensors into the model; `UserError` naming what does not fit.
-
-    Of a .keras file the weights alone are read, and no code that it may hold.
-    """
+    """Load .keras (weights alone, no code), .weights.h5 or .safetensors; `UserError` naming what does not fit."""
     if path.suffix == ".safetensors":
         _read_safetensors(model, path)
         return
@@ -145,7 +142,7 @@ def read_file(model: keras.Model, path: Path) -> None:
             warnings.simplefilter("ignore")
             model.load_weights(str(path))
     except Exception as error:  # Keras, h5py and zipfile each have their own
-        raise _unfit(path, " ".join(str(error).split())[:300]) from None
+        raise unfit(path, error) from None
 
 
 def _read_safetensors(model: keras.Model, path: Path) -> None:
@@ -156,14 +153,14 @@ def _read_safetensors(model: keras.Model, path: Path) -> None:
     try:
         found = load_file(str(path))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise _unfit(path, str(error)) from None
+        raise unfit(path, error) from None
     own = arrays(model)
     missing, extra = sorted(set(own) - set(found)), sorted(set(found) - set(own))
     if missing or extra:
-        raise _unfit(path, f"it lacks {missing[:3]} and also has {extra[:3]}")
+        raise unfit(path, f"it lacks {missing[:3]} and also has {extra[:3]}")
     wrong = next((name for name in own if own[name].shape != found[name].shape), None)
     if wrong:
-        raise _unfit(path, f"{wrong} has shape {found[wrong].shape} there and {own[wrong].shape} in the model")
+        raise unfit(path, f"{wrong} has shape {found[wrong].shape} there and {own[wrong].shape} in the model")
     assign(model, found)
 
 
@@ -248,8 +245,3 @@ def fresh_generators(model: keras.Model, seed: int, rank: int) -> dict[str, np.n
     for name, variable in states.items():
         variable.assign(before[name])
     return found
-
-
-def _unfit(path: Path, why: str) -> UserError:
-    return UserError(f"{path} does not match the model: {why}", "all weights of that model",
-                     "correct --model and --model_args")

@@ -186,8 +186,7 @@ SLOT_S = 0.05
 
 
 class Costs:
-    """Measures blocks of ``model``, whose calls the caller has marked. ``across``: sums BatchNorm's moments over ranks.
-    """
+    """Measures blocks of ``model``, whose calls the caller marks. ``across``: sums BatchNorm's moments over ranks."""
 
     def __init__(self, model: keras.Model, gradients: Gradients, across: sync_batchnorm.Across | None) -> None:
         self._model, self._gradients, self._across = model, gradients, across

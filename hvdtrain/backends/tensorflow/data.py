@@ -1,12 +1,13 @@
 """Keras' and TensorFlow's datasets and tensors as sources and streams of numpy arrays.
 
-Owns the conversion only. A resumed run starts a dataset that shuffles as often as the run before had, which brings its
-epochs back.
+Owns the conversion only. A resumed run starts a shuffling dataset as often as the run before had.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,11 @@ _KEEPS_ELEMENTS = {"_PrefetchDataset", "_OptionsDataset", "CacheDataset", "_Cach
                    "_TakeWhileDataset", "_AssertCardinalityDataset", "_IgnoreErrorsDataset",
                    "_SnapshotDataset", "_ConcatenateDataset", "_ZipDataset", "_RestructuredDataset",
                    "_MapDataset", "_ParallelMapDataset"}
+_BY_FILE = {"TFRecordDatasetV2", "TextLineDatasetV2", "FixedLengthRecordDatasetV2", "_FlatMapDataset",
+            "_InterleaveDataset", "_ParallelInterleaveDataset", "ParallelInterleaveDataset", "_FilterDataset"}
+_BY_ELEMENT = {"_MapDataset", "_ParallelMapDataset", "_ShuffleDataset", "_PrefetchDataset", "_OptionsDataset",
+               "_RepeatDataset", "CacheDataset", "_CacheDataset", "_TensorSliceDataset"}
+"""Steps that give the same samples whichever files they are given together; those `_BY_FILE` not after batches."""
 
 
 def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames(nests=True)) -> Source | Stream | None:
@@ -87,6 +93,7 @@ class DatasetStream(_Elements):
     options, cache, shuffle, take, repeat, filter and so on) are looked through, and so is a map whose results all keep
     the batch axis; zip and concatenate count if all their inputs do. Everything else is samples. Errors: `UserError` if
     its cardinality is infinite, if it shuffles without a seed, or asks for an order that may differ from run to run.
+    Hosts may divide its files, ``num_shards``, as TensorFlow's own strategies do.
     """
 
     def __init__(self, dataset: Any, rows: ColumnNames = ColumnNames(nests=True)) -> None:
@@ -102,6 +109,22 @@ class DatasetStream(_Elements):
         self.dataset, self.rows = untuned(dataset), rows.for_source()
         self.batched = _is_batched(dataset)
         self.epochs_started = 0
+        self._repeats = any(type(node).__name__ == "_RepeatDataset" for node in _nodes(dataset))
+
+    @cached_property
+    def num_shards(self) -> int:
+        """Return the number of files; 0 where it is not known, or where the samples depend on how they are divided."""
+        files = _files(self.dataset)
+        try:
+            return files if files > 1 and _sharded(self.dataset, 2, 0) is not None else 0
+        except tf.errors.OpError:  # TensorFlow finds no files either
+            return 0
+
+    def shard(self, num_shards: int, index: int) -> DatasetStream:
+        """Return the stream of a part of the files."""
+        stream = copy.copy(self)  # with the same rows, whose layout the first element tells
+        stream.dataset, stream.epochs_started = _sharded(self.dataset, num_shards, index), 0
+        return stream
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
         """Yield the elements of ``epoch``; one started before is read in the order that comes next."""
@@ -129,7 +152,7 @@ class DatasetStream(_Elements):
     def _pass_by(self) -> None:
         """Move the dataset's seeds on by one epoch: a new iterator draws from them, a repeat as it runs."""
         iterator = iter(self.dataset)
-        if any(type(node).__name__ == "_RepeatDataset" for node in _nodes(self.dataset)):
+        if self._repeats:
             for _ in iterator:
                 pass
         self.epochs_started += 1
@@ -162,6 +185,48 @@ def _nodes(dataset: Any) -> Iterator[Any]:
     yield dataset
     for node in _inputs(dataset):
         yield from _nodes(node)
+
+
+def _files(dataset: Any) -> int:
+    """Return the number of files that ``dataset`` reads one by one; 0 where a step of it counts elements or mixes them.
+    """
+    node, by_file = dataset, False
+    while True:
+        kind, inputs = type(node).__name__, _inputs(getattr(node, "_impl", node))
+        batches = kind in ("_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset") and not by_file
+        if not (_is_batched(dataset) if batches else kind in _BY_FILE | _BY_ELEMENT) or len(inputs) > 1:
+            return 0
+        if bool(np.asarray(getattr(node, "_drop_remainder", False))) or np.asarray(
+                getattr(node, "_filename", b"")).item():  # of a cache
+            return 0
+        by_file = by_file or kind in _BY_FILE
+        if not inputs:
+            return max(0, int(node.cardinality())) if by_file else 0
+        node = inputs[0]
+
+
+_OWN_STATE = {"ShuffleDatasetV3": (4, "DummySeedGenerator"), "CacheDatasetV2": (2, "DummyMemoryCache")}
+"""Steps with state that copies of a dataset share: their input for it, and the operation that makes a new one."""
+
+
+def _sharded(dataset: Any, num_shards: int, index: int) -> tf.data.Dataset:
+    """Return part ``index`` of ``num_shards`` of the dataset's files, with shuffles and caches of its own.
+
+    Errors: `tf.errors.OpError` where TensorFlow finds no files.
+    """
+    flat = tf.nest.flatten(dataset.element_spec)
+    graph = tf.compat.v1.GraphDef.FromString(tf.raw_ops.DatasetToGraphV2(
+        input_dataset=tf.data.experimental.to_variant(dataset), external_state_policy=1).numpy())  # 1: ignore
+    for node in [node for node in graph.node if node.op in _OWN_STATE]:
+        place, op = _OWN_STATE[node.op]
+        own = graph.node.add(name=f"{node.name}/own", op=op)
+        node.input[place] = own.name
+    variant = tf.raw_ops.AutoShardDataset(
+        input_dataset=tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString()),
+        num_workers=num_shards, index=index,
+        output_types=[spec.dtype for spec in flat], output_shapes=[spec.shape for spec in flat],
+        auto_shard_policy=int(tf.data.experimental.AutoShardPolicy.FILE))
+    return tf.data.experimental.from_variant(variant, dataset.element_spec).with_options(dataset.options())
 
 
 def _check_order(node: Any) -> None:

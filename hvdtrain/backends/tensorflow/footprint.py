@@ -69,19 +69,13 @@ def traced(parts: ModelParts, batch: object) -> None:
 
 
 def held(parts: ModelParts) -> dict[str, int | None]:
-    """Return the bytes of the model's variables and of optimizer state of this rank.
-
-    Gradients are None: they live within a graph, or in the memory of their buckets.
-    """
+    """Return bytes of variables and of this rank's optimizer state; gradients, in graphs or buckets, are None."""
     model: Any = parts.model
     return {"parameters": nbytes(model.variables), "gradients": None, "state": state_now(parts)}
 
 
 def allocators() -> list[dict[str, Any]]:
-    """Return TensorFlow's allocator statistics of each GPU of this process; [] without a GPU.
-
-    Reserved bytes and free gaps are unknown: None.
-    """
+    """Return allocator statistics of each GPU of this process; [] without one. Reserved and gaps are unknown."""
     found = []
     for i in range(len(tf.config.list_physical_devices("GPU"))):
         told = tf.config.experimental.get_memory_info(f"GPU:{i}")
@@ -136,10 +130,7 @@ def flops_of_graphs(parts: ModelParts, dp: Any) -> tuple[float | None, str]:
 
 
 def count(graph: Any) -> float:
-    """Return the operations of the matrix products and convolutions in ``graph`` and the functions that it calls.
-
-    Errors: `Unknown`.
-    """
+    """Return the operations of matrix products and convolutions in ``graph`` and what it calls, or `Unknown`."""
     total = 0.0
     for op in _run(graph):
         if op.name.startswith(REMAT) or f"/{REMAT}" in op.name:
@@ -156,9 +147,7 @@ def count(graph: Any) -> float:
 
 
 def _run(graph: Any) -> list[Any]:
-    """Return the operations that a call of ``graph`` runs: not those that nobody reads, such as a first input's
-    gradient.
-    """
+    """Return the operations that a call of ``graph`` runs, without those that nobody reads."""
     todo = [t.op for t in graph.outputs] + list(graph.control_outputs)
     todo += [op for op in graph.get_operations() if op.op_def is not None and op.op_def.is_stateful]
     found: dict[str, Any] = {}

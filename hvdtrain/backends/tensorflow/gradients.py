@@ -73,10 +73,7 @@ class Gradients:
 
     def local(self, batch: tuple[Any, ...], scale: tf.Tensor, parts: int = 1,
               kept: Sequence[VariableCopies] = ()) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
-        """Return (loss_sum, weight, gradients of ``loss_sum * scale`` by variable).
-
-        ``kept``: copied before, so that nothing that the forward changes is lost where a copy fails.
-        """
+        """Return (loss_sum, weight, gradients of ``loss_sum * scale`` by variable); ``kept``: copied before forward."""
         copied = [copy for each in kept for copy in each.copy()]
         leaves = tf.nest.flatten(batch)
         if self.compiles(leaves[0].shape[0]):
@@ -120,10 +117,7 @@ class Gradients:
         return loss_sum, weight, tape.gradient(scaled, self._variables)
 
     def _complete(self, grads: Sequence[Any]) -> list[tf.Tensor]:
-        """Return dense gradients, zeros for the variables that have none here: on another rank they may have one.
-
-        A variable that a callback froze before the first step has none.
-        """
+        """Return dense gradients, zeros where this rank has none; a variable frozen at the start has none."""
         trained = {id(v) for v in self._model.trainable_variables}
         grads = [grad if id(v) in trained else None for v, grad in zip(self._keras_variables, grads)]
         self.unused = frozenset(i for i, grad in enumerate(grads) if grad is None)

@@ -31,14 +31,12 @@ class Collective(Protocol):
 
     def entered(self) -> int:
         """Return ``runs``, when no run of the graph is under way."""
-        ...
 
     def settle(self, runs: int) -> None:
         ...
 
     def enter(self, value: float) -> None:
         """Enter it from outside of the graph, with ``value`` in place of the graph's tensor."""
-        ...
 
 
 def note(collective: Collective | Update) -> None:
@@ -99,8 +97,7 @@ class Graph:
         return bool(self._collectives)
 
     def enter_rest(self, value: float) -> None:
-        """Enter, after a failed run, what that has not entered, in the order of the trace, which is that of every rank.
-        """
+        """Enter, after a failed run, what that has not entered, in the order of the trace."""
         left = [each for each in self._collectives if each.entered() != self.runs]
         for each in self._collectives:
             each.settle(self.runs)
@@ -196,8 +193,7 @@ def _number() -> ResourceVariable:
 
 
 def poison(like: Sequence[tf.Tensor], value: float) -> list[tf.Tensor]:
-    """Return tensors like those of a graph, outside of it: full of ``value``; integers keep constants (counts), else 0.
-    """
+    """Return tensors like those of a graph, outside of it: full of ``value``; integers keep constants, else 0."""
     made = []
     for x in like:
         known = None if x.dtype.is_floating else tf.get_static_value(x)

@@ -1,7 +1,6 @@
 """Groups of variables and the optimizer that a Keras model's file gives (`parameter_groups`, `optimizer`).
 
-Owns the reading of both. Keras' optimizers know weight decay as the only difference between variables, so a group may
-have that option alone.
+Owns the reading of both. Keras' optimizers differ by variable in weight decay alone, so a group has that option only.
 """
 
 from __future__ import annotations

@@ -197,9 +197,7 @@ class VariableCell:
 
 
 def _largest(magnitude_C: Array, k: int) -> Array:
-    """Return the places of the k largest, int64 (k,); `tf.math.top_k` takes the lower index of equals. NaN counts as
-    infinity.
-    """
+    """Return the places of the k largest, int64 (k,), of equals the lower index. NaN counts as infinity."""
     magnitude_C = tf.where(tf.math.is_nan(magnitude_C), tf.constant(math.inf, magnitude_C.dtype), magnitude_C)
     return tf.cast(tf.math.top_k(magnitude_C, k, sorted=False).indices, tf.int64)
 
@@ -209,10 +207,7 @@ SLOTS = 3
 
 
 def aligned(bucket: Bucket) -> Bucket:
-    """Align each parameter to `ALIGNMENT` bytes, so that `Memory.tensors` copies none. Pure.
-
-    For buckets without a compressor, since those know no gaps.
-    """
+    """Align each parameter to `ALIGNMENT` bytes, so that `Memory.tensors` copies none. Pure."""
     step = ALIGNMENT // itemsize(bucket.dtype)
     offsets, end = [], 0
     for shape in bucket.shapes:
@@ -231,8 +226,7 @@ def fill(flat_N: np.ndarray, bucket: Bucket, grads: Sequence[Any]) -> None:
 class Memory:
     """The vectors of one bucket, in memory that ``wire`` sums in place if it has such. Collective to make.
 
-    A step takes a `free` vector, fills it, hands it to the transport's ``allreduce`` and asks for the `tensors` of the
-    sum.
+    A step fills a `free` vector, hands it to the transport's ``allreduce`` and asks for the sum's `tensors`.
     """
 
     def __init__(self, wire: Collectives, bucket: Bucket) -> None:

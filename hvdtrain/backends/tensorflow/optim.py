@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import tensorflow as tf
 from keras.optimizers import schedules
 
 from hvdtrain.backends.keras.compiled import setup_of
+from hvdtrain.backends.keras.facts import refuse_own_work
 from hvdtrain.backends.keras.one_cycle import OneCycle
 from hvdtrain.backends.keras.schedules import ReduceLROnPlateau, SequentialLR
 from hvdtrain.backends.pairs import metric_of
@@ -101,7 +101,7 @@ class Optimization:
         left_out = ("learning_rate",) if given is None else ()  # copies of a compiled model get the first rank's rate
         self._settings = groups.settings_of(given or own, left_out) if given is not None or self.compiled else ""
         self.optimizer = self._create() if given is None and not self.compiled else self._adopt(given or own)
-        _refuse(self.optimizer)
+        refuse_own_work(self.optimizer)
         self._without_decay = groups.without_decay(spec, self.optimizer.weight_decay)
         self._left_out = groups.checksum(model, self._without_decay) if self._without_decay else ""
         self._decayed = len(model.trainable_variables) - len(self._without_decay)
@@ -332,20 +332,6 @@ def _refuse_epochs(schedule: ScheduleConfig) -> None:
     if schedule.interval == "epoch" and schedule.on:
         raise UserError(f"schedule.interval is epoch and {schedule.name} is a schedule of Keras, which counts steps",
                         "step", "set schedule.interval to step and multiply its steps by the steps per epoch")
-
-
-def _refuse(optimizer: Any) -> None:
-    """Raise `UserError` for an optimizer that would repeat what the run does."""
-    distributed = sys.modules.get("hvdtrain.keras.exchange")
-    if distributed is not None and distributed.exchange_of(optimizer) is not None:
-        raise UserError("the optimizer is a DistributedOptimizer, and Trainer.fit exchanges gradients itself",
-                        "a plain optimizer", "compile with the optimizer inside it, or use plain model.fit")
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or getattr(optimizer, "loss_scale_factor", None):
-        raise UserError("the optimizer scales the loss", "one that does not",
-                        "compile without mixed_float16 and loss_scale_factor")
-    if getattr(optimizer, "gradient_accumulation_steps", None):
-        raise UserError("the optimizer accumulates gradients (gradient_accumulation_steps)", "one that does not",
-                        "set accumulate in the configuration, which every rank shares")
 
 
 @contextlib.contextmanager

@@ -125,10 +125,7 @@ class Optimizer:
         return tf.cond(good, counted, lambda: tf.constant(False))
 
     def _traced(self, grads: Sequence[tf.Tensor], loss_sum: tf.Tensor, clip_norm: float = 0.0) -> tf.Tensor:
-        """Update in the graph that is being traced unless loss or gradient are not finite.
-
-        Return float64 (2,): the squares of the gradient, and 1 if the update was made, else 0.
-        """
+        """Update in the traced graph if loss and gradient are finite; return float64 (2,): squares, 1 if updated."""
         total = squares(grads)
         norm = tf.cast(tf.sqrt(total), tf.float32)
         good = tf.math.is_finite(norm) & tf.math.is_finite(loss_sum)
@@ -189,8 +186,7 @@ class Optimizer:
 class SplitOptimizer(Optimizer):
     """An `Optimizer` over variables on several devices, with each operation on the device of its variable.
 
-    Whether the norm is finite is decided between two graphs: tensors that enter a branch of a graph go through one
-    device.
+    Whether the norm is finite is decided between two graphs: tensors that enter a branch go through one device.
     """
 
     def __init__(self, opt: Optimization, variables: Sequence[keras.Variable], scale: LossScale, split: Split) -> None:
@@ -286,9 +282,8 @@ def _by_variable(tensors: Sequence[tf.Tensor], buckets: Sequence[Bucket]) -> lis
 def fused(own: Any) -> Iterator[None]:
     """Let Keras' SGD, or a subclass with its formula, update each variable by TensorFlow's one kernel for it.
 
-    The kernel's formula is Keras', to the bit, but reads and writes each element once; Keras' own operations take a
-    third longer over a large model's step. Everything else of an update (clipping, decay, averages, sparse gradients)
-    stays Keras'.
+    The kernel's formula is Keras', to the bit, but reads and writes each element once; Keras' own takes a third longer
+    for a large model. The rest of an update (clipping, decay, averages, sparse gradients) stays Keras'.
     """
     plain = keras.optimizers.SGD.update_step
     if not isinstance(own, keras.optimizers.SGD) or type(own).update_step is not plain:

@@ -35,10 +35,7 @@ VIEWED = ("float32", "float64")
 
 
 class Params:
-    """Implements `hvdtrain.core.protocols.Params` in the model's own order.
-
-    ``blocks``: the layers that the model file names as the model's blocks. ``opt``: the run's optimizer.
-    """
+    """Implements `hvdtrain.core.protocols.Params`; ``blocks``: the model file's; ``opt``: the run's optimizer."""
 
     def __init__(self, model: keras.Model, opt: Optimization, scale: LossScale, blocks: Sequence[Any] = (),
                  split: Split | None = None) -> None:
@@ -87,10 +84,7 @@ class Params:
         return tf.identity(Ops().pack(pieces)) if pieces else tf.zeros([0], bucket.dtype)
 
     def write(self, bucket: Bucket, flat_N: tf.Tensor, known: tuple[int, int] = (0, 0)) -> None:
-        """Undo `flat`, except for the elements ``known``, which the variables have.
-
-        Values in host memory are copied into the variables, else they would keep that memory.
-        """
+        """Undo `flat`, but for the elements ``known``; host memory is copied, else variables would keep it."""
         memory = self._memory_of(bucket)() if isinstance(flat_N, np.ndarray) else []
         for k, (i, begin, shape) in enumerate(zip(bucket.params, bucket.offsets, bucket.shapes)):
             end = begin + self.specs[i].n
@@ -171,8 +165,7 @@ def _writable(tensor: tf.Tensor) -> np.ndarray:
 
 
 def _overwrite(variable: tf.Variable, values: np.ndarray) -> None:
-    """Copy ``values`` into the memory of a variable; memory that somebody else reads, such as a save, is left to them.
-    """
+    """Copy ``values`` into the memory of a variable; memory that somebody else reads is left to them."""
     if not values.ndim:
         variable.assign(tf.convert_to_tensor(values))
         return
@@ -215,9 +208,7 @@ class Sliced(Optimizer):
 
     def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
              norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
-        """Update the slices from a gradient (end - begin,) for each; the caller decides whether it is finite and
-        clipped.
-        """
+        """Update the slices from a gradient (end - begin,) for each; the caller has checked and clipped it."""
         assert not buckets and not clip_norm, "slices arrive one by one, without the norm of the whole tensor"
         tensors = [_tensor(x) for x in grads]
         unused = frozenset(unused)

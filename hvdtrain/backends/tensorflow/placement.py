@@ -1,7 +1,4 @@
-"""Devices of a rank's Keras model: where variables and operations live, threads, memory, and random seeds.
-
-Owns the choice of devices and moves between them.
-"""
+"""Devices of a rank's Keras model: variables and operations, threads, memory, random seeds, and moves."""
 
 from __future__ import annotations
 
@@ -43,10 +40,7 @@ def device_facts() -> DeviceFacts:
 
 
 def free_bytes() -> int | None:
-    """Return the bytes of this rank's first GPU beside its tensors, 0 if unknown; None for a CPU.
-
-    Other processes on that GPU are not counted.
-    """
+    """Return the first GPU's bytes beside this rank's tensors, 0 if unknown; None for a CPU."""
     if in_host_memory():
         return None
     try:
@@ -85,8 +79,7 @@ def keep_sums() -> None:
     """Keep sums of gradients as they are traced, on hosts without a GPU.
 
     TensorFlow's memory optimizer otherwise splits sums of three and more tensors if it believes that a graph needs most
-    of a device's memory, so that a gradient's bits depend on the rest of memory (recomputed blocks, say). It assumes a
-    CPU of 256 MiB.
+    of a device's memory, so that a gradient's bits depend on other memory. It assumes a CPU of 256 MiB.
     """
     from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
     from tensorflow.python.eager import context

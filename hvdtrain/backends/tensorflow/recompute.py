@@ -34,10 +34,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Recording:
-    """The operations of a graph that belong to each block.
-
-    ``inner``: blocks that were called in a loop or function within the graph; ``within``: in another block.
-    """
+    """Operations of a graph by block. ``inner``: blocks in a loop or function of it; ``within``: in a block."""
 
     graph: Any
     calls: list[Call] = field(default_factory=list)
@@ -76,8 +73,7 @@ def backward_begins() -> None:
 
 
 def noted(name: str, call: Callable[..., Any]) -> Any:
-    """Return the result of ``call()``, its operations noted as block ``name``'s; a block within a block is part of it.
-    """
+    """Return the result of ``call()``, its operations noted as block ``name``'s, with the blocks within it."""
     if _instead and tf.executing_eagerly():
         return _instead[-1](name, call)
     graph = tf.compat.v1.get_default_graph()
@@ -295,8 +291,6 @@ def nbytes(tensors: Iterable[Any]) -> int:
 
 
 def repeatable(op: Any) -> bool:
-    """Return whether ``op`` gives the same again: it has no state, nor has what it calls (a loop that reads variables
-    has).
-    """
+    """Return whether ``op`` gives the same again: neither it nor what it calls has a state."""
     # Horovod does not mark its operations.
     return not (op.op_def.is_stateful or op.type in _KEPT or op.type.startswith("Horovod"))

@@ -112,8 +112,7 @@ class Pipeline:
 
     Control edges lay down GPipe's order: a stage computes one share at a time, all forward, then backward from the last
     share to the first. In between, TensorFlow's executor starts whatever has its inputs, so that the devices work at
-    once. Losses of layers (regularisers) are computed on their own stage and cross the cut as scalars, so that no
-    variable does.
+    once. Losses of layers (regularisers) stay on their stage and cross the cut as scalars.
     """
 
     def __init__(self, chain: Chain, stages: Sequence[range], devices: Sequence[str],

@@ -1,7 +1,6 @@
 """Forward and backward of a Keras model on one rank, in graphs that also hold what the sink can trace.
 
-Owns which graph is called when, and what is kept between calls. Their content is `gradients`', their shapes are
-`graphs`'.
+Owns which graph is called when, and what is kept between calls. Their content is `gradients`', their shapes `graphs`'.
 """
 
 from __future__ import annotations

@@ -99,10 +99,7 @@ def copied(value: np.ndarray, group: str, name: str, place: Place | None) -> np.
 
 
 def matched(what: str, own: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return the name in a checkpoint of each own one, from the names and shapes of both, of which places decide.
-
-    Errors: `UserError` that names the first that does not fit.
-    """
+    """Return each own name's in a checkpoint, by names and shapes, in order; `UserError` names the first unfit one."""
     names = sorted(given)
     plain = [without_counters(name) for name in own]
     in_order = [[without_counters(name).partition("/")[2] for name in side] for side in (own, names)]
@@ -324,8 +321,7 @@ def _write(model: keras.Model, directory: Path) -> list[str]:
 
 
 def _planned(model: keras.Model) -> tuple[FileLayout, dict[str, Any]]:
-    """Return the layout of model.safetensors, and its variables by name. `CheckpointError` for what no file can hold.
-    """
+    """Return the layout of model.safetensors, and its variables by name. `CheckpointError` if no file can hold it."""
     named = dict(zip(export_names(model.weights), model.weights))
     codes: dict[str, str] = {}
     specs: dict[str, Spec] = {}

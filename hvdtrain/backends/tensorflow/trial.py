@@ -88,8 +88,7 @@ def try_samples(parts: ModelParts, batch: Batch, training: bool) -> list[str]:
         else:
             evaluator.once(tensors)
             parts.measure_names()
-    names: list[str] = buffers.names_of(written)
-    return names
+    return buffers.names_of(written)
 
 
 @contextlib.contextmanager

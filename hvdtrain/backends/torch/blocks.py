@@ -41,8 +41,7 @@ def chain(spec: Any, wish: str = "model_parallel", undo: str = UNDO) -> Named:
     """Return the named blocks of a model, in the order of its forward pass.
 
     ``blocks(model)`` of the model file, or the children of an `nn.Sequential`. ``wish``: the key that asks for blocks,
-    ``undo``: how to do without, for errors. Errors: `UserError` without either, and for parameters that are in no
-    block.
+    ``undo``: how to do without, for errors. Errors: `UserError` without either, and for parameters in no block.
     """
     model = spec.model
     if spec.blocks is not None:
@@ -73,8 +72,7 @@ class _Captured(Exception):
 
 def model_input(model: torch.nn.Module, task: Callable[..., Any], batch: tuple[torch.Tensor, ...],
                 undo: str = UNDO) -> Any:
-    """Return the one argument that ``task`` gives to the model; `UserError` where it calls it otherwise, or not at all.
-    """
+    """Return the one argument that ``task`` gives to the model; `UserError` where it calls it otherwise."""
     caught: list[tuple[tuple[Any, ...], Any]] = []
 
     def forward(*args: Any, **named: Any) -> Any:
@@ -129,8 +127,7 @@ def check_chain(model: torch.nn.Module, blocks: Named, x: Any, undo: str = UNDO)
 
 
 def alike(model: torch.nn.Module, blocks: Named, x: Any) -> tuple[bool, list[str]]:
-    """Return (model and blocks give and draw the same for ``x``, buffers that the model changes); restores everything.
-    """
+    """Return (model and blocks give and draw the same for ``x``, buffers that the model changes); restores all."""
     with torch.no_grad(), _put_back(model) as put_back:
         whole, value = tensors_of(model(x)), x
         drawn, changed = placement.random_arrays(), put_back()[1]
@@ -205,10 +202,7 @@ def forward_of(model: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[
 
 @contextlib.contextmanager
 def _put_back(model: torch.nn.Module) -> Iterator[Callable[[], tuple[bool, list[str]]]]:
-    """Restore buffers and random generators after the body, and when called.
-
-    The call returns (random numbers were drawn, names of the buffers that had changed).
-    """
+    """Restore buffers and generators after the body and when called: (numbers were drawn, changed buffers)."""
     random, buffers_back = placement.random_arrays(), remember(model)
 
     def put_back() -> tuple[bool, list[str]]:

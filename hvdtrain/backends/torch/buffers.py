@@ -172,8 +172,7 @@ class Buffers:
         self._seen, self._step_samples = self._kept_seen, 0
 
     def undone(self) -> Callable[[], None]:
-        """Return a function that takes back all writes from here on, except to statistics: a placeholder is no sample.
-        """
+        """Return a function that takes back all writes from here on, except to statistics."""
         copies = [(place, place.tensor.detach().clone()) for place in (*self._own, *self._known.values())
                   if place.tensor is not None]
 
@@ -306,10 +305,7 @@ class Buffers:
             assign(buffer, all_PN.amax(0).to(buffer.dtype).reshape(buffer.shape))
 
     def _agree(self) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
-        """Return samples by rank, and the buffers to make equal.
-
-        Those outside the state_dict count only if their shapes are the same everywhere: a cache may differ.
-        """
+        """Return samples by rank, and the buffers to make equal: outside the state_dict those of equal shapes."""
         every = {n: b for n, b in self._model.named_buffers() if b.numel()}
         saved = self._model.state_dict().keys() if every else ()
         lasting = {n: b for n, b in every.items() if n in saved}

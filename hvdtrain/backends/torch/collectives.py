@@ -202,10 +202,7 @@ class StagedCollectives(WithoutMemory):
 
     def _issue(self, kind: str, name: str, x: torch.Tensor, call: Callable[[Any], Handle], in_place: bool = False,
                keep: bool = True, key: str = "") -> Handle:
-        """Begin the copy and queue its collective behind those before it.
-
-        ``keep``: its host memory, for the next of this kind and name, or of one ``key`` for several names.
-        """
+        """Begin the copy and queue its collective; ``keep``: host memory for the next of its name, or ``key``."""
         if self._pipe is None:
             self._pipe = Pipe()
             weakref.finalize(self, self._pipe.issued.put, None).atexit = False  # the threads end with their owner
@@ -229,10 +226,7 @@ class StagedCollectives(WithoutMemory):
 
 def collectives(kind: str, control: Control, exchange: Any, start_horovod: Callable[..., Any],
                 over_host: bool = False) -> HorovodCollectives | StagedCollectives | None:
-    """Return Horovod's collectives for PyTorch, started; None for a kind the core provides.
-
-    ``over_host``: from host memory, also where tensors lie on a GPU.
-    """
+    """Return Horovod's started collectives, ``over_host`` from host memory; None for a kind of the core."""
     if kind != "horovod":
         return None
     wire = HorovodCollectives(start_horovod("torch", exchange), control.timeout_s)

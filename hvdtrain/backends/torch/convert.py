@@ -15,7 +15,7 @@ from torch import nn
 
 from hvdtrain.backends.interchange import rule as rules
 from hvdtrain.backends.interchange.layers import Layer, Model, Weight
-from hvdtrain.backends.interchange.pairing import UNSUPPORTED
+from hvdtrain.backends.interchange.pairing import UNSUPPORTED, unfit
 from hvdtrain.backends.interchange.rule import TORCH_SLOTS, Rule, Slots
 from hvdtrain.backends.torch import modules, placement, state
 from hvdtrain.backends.torch.modules import modes_kept
@@ -136,15 +136,15 @@ def read_file(model: nn.Module, path: Path) -> None:
         try:
             load_model(model, str(path), strict=True)
         except Exception as error:  # the library's own, and torch's RuntimeError for shapes
-            raise _unfit(path, error) from None
+            raise unfit(path, error) from None
         return
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and torch each have their own
         # torch's text advises to run what is pickled there.
         why = "it has Python objects other than tensors, which are not loaded: they may run code" if isinstance(
-            error, pickle.UnpicklingError) or "weights_only" in str(error) else _line(error)
-        raise UserError(f"{path} cannot be read as a state_dict: {why}",
+            error, pickle.UnpicklingError) or "weights_only" in str(error) else " ".join(str(error).split())
+        raise UserError(f"{path} cannot be read as a state_dict: {why[:300]}",
                         "what torch.save(model.state_dict(), path) writes", "save it so") from None
     if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
         got = f"a dict with {sorted(map(str, found))[:4]}" if isinstance(found, dict) else f"a {type(found).__name__}"
@@ -153,7 +153,7 @@ def read_file(model: nn.Module, path: Path) -> None:
     try:
         model.load_state_dict(found)
     except RuntimeError as error:
-        raise _unfit(path, error) from None
+        raise unfit(path, error) from None
 
 
 def write_file(model: nn.Module, path: Path) -> None:
@@ -165,8 +165,7 @@ def write_file(model: nn.Module, path: Path) -> None:
 
 
 def own_optimizer(parts: Any) -> torch.optim.Optimizer:
-    own: torch.optim.Optimizer = parts.optimizer.optimizer
-    return own
+    return parts.optimizer.optimizer
 
 
 def scheduled(parts: Any) -> str:
@@ -213,12 +212,3 @@ def fresh_generators(model: nn.Module, seed: int, rank: int) -> dict[str, np.nda
     """Return the generators of a rank at the start of a run."""
     placement.seed(seed, rank)
     return placement.random_arrays()
-
-
-def _unfit(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path} does not match the model: {_line(error)}", "all weights of that model",
-                     "correct --model and --model_args")
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -1,7 +1,4 @@
-"""Parts of a PyTorch model: unpartitioned, partitioned over devices or ranks, or of a Keras model.
-
-Owns that choice, and the agreement of all ranks that a split takes.
-"""
+"""Parts of a PyTorch model: unpartitioned, partitioned over devices or ranks, or of a Keras model."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """PyTorch's datasets, loaders and tensors as sources and streams of numpy arrays.
 
-Owns the conversion only. A ``sampler`` shuffles by its seed and the epoch, never by torch's global generator, which
-belongs to the model (dropout).
+Owns the conversion only. A ``sampler`` shuffles by its seed and the epoch, never by torch's global generator (dropout).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     default_collate,
+    default_convert,
 )
 
 from hvdtrain.core.errors import UserError
@@ -48,8 +49,7 @@ def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames()) -> Source 
     columns. A ``datasets.Dataset``: see `hvdtrain.data.hugging_face`; data of grain: `hvdtrain.data.grain_data`. With a
     collator in ``rows``, a `Dataset` is a `Collated`.
 
-    Errors: `UserError` for a `DistributedSampler` (the feed divides batches over ranks) and for values that are not
-    numeric.
+    Errors: `UserError` for a `DistributedSampler` (the feed divides batches) and for values that are not numeric.
     """
     if isinstance(obj, DataLoader):
         return (StatefulLoaderStream if hasattr(obj, "load_state_dict") else LoaderStream)(obj, seed, rows)
@@ -129,12 +129,21 @@ class IterableStream(_Named):
     """An `IterableDataset`: one iteration is one epoch, in the consumer's process.
 
     The dataset, its iterator, or both may have ``state_dict`` and ``load_state_dict``, as torchdata takes them.
+    ``num_shards``: files that hosts may divide, by the dataset's ``shard(num_shards, index)``; 0: none.
     """
 
-    def __init__(self, dataset: IterableDataset, rows: ColumnNames = ColumnNames()) -> None:
+    def __init__(self, dataset: Any, rows: ColumnNames = ColumnNames()) -> None:
         self.dataset, self.rows = dataset, rows.for_source()
+        self.num_shards = hugging_face.files_of(dataset)
         self._samples: Any = None
         self._state: Any = None
+
+    def shard(self, num_shards: int, index: int) -> IterableStream:
+        """Return the stream of a part of the files."""
+        stream = copy.copy(self)  # with the same rows, whose layout the first sample tells
+        stream.dataset = self.dataset.shard(num_shards, index)
+        stream._samples = stream._state = None
+        return stream
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
         _set_epoch(self.dataset, epoch)
@@ -162,7 +171,12 @@ class IterableStream(_Named):
 
 
 class LoaderStream(_Named):
-    """A `DataLoader`: one iteration is one epoch; its batches are the chunks."""
+    """A `DataLoader`: one iteration is one epoch; its batches are the chunks.
+
+    ``num_shards``: as of `IterableStream`; 0 where batches make samples: with ``drop_last`` or a ``collate_fn``.
+    """
+
+    num_shards = 0
 
     def __init__(self, loader: DataLoader, seed: int = 0, rows: ColumnNames = ColumnNames()) -> None:
         for sampler in _samplers(loader):
@@ -175,6 +189,17 @@ class LoaderStream(_Named):
         seeded = [own for own in _samplers(loader) if not type(own).__module__.startswith("torchdata.")]
         owned = [getattr(owner, "generator", None) for owner in (loader, *seeded)]
         self.seed = next((own.initial_seed() for own in owned if own is not None), seed)
+        by_sample = not loader.drop_last and loader.collate_fn in (default_collate, default_convert)
+        # The copy of a loader with a state would share the state.
+        if by_sample and isinstance(loader.dataset, IterableDataset) and not hasattr(loader, "load_state_dict"):
+            self.num_shards = hugging_face.files_of(loader.dataset)
+
+    def shard(self, num_shards: int, index: int) -> LoaderStream:
+        """Return the stream of a loader of a part of the files."""
+        stream, loader, dataset = copy.copy(self), copy.copy(self.loader), vars(self.loader)["dataset"]
+        vars(loader).update(dataset=dataset.shard(num_shards, index), _iterator=None)  # it refuses to be set
+        stream.loader = loader
+        return stream
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
         for owner in (self.loader.dataset, *_samplers(self.loader)):

@@ -1,7 +1,6 @@
 """ONNX files and exported programs of a PyTorch model, also of a Keras model on PyTorch.
 
-Owns the model's call, which the sample's outputs show, and the names of inputs. The comparison is
-`hvdtrain.backends.exporting`'s.
+Owns the model's call and the names of inputs. The comparison is `hvdtrain.backends.exporting`'s.
 """
 
 from __future__ import annotations

@@ -93,8 +93,7 @@ class Gradients:
 
     A sink that does not retain gradients takes the buckets in their order, from memory that may be the same for all. A
     bucket that is full before its turn keeps its gradients where autograd has put them, and a large tensor, which has a
-    bucket of its own, is handed over as it lies. As all ranks have the same order, they may wait for each other in
-    there without a deadlock.
+    bucket of its own, is handed over as it lies. All ranks have the same order, so waits do not deadlock.
     """
 
     def __init__(self, params: TorchParams, place: Callable[[torch.Tensor, Bucket], torch.Tensor],

@@ -1,7 +1,4 @@
-"""Losses of PyTorch by name, unreduced, and the weight by which torch's own mean of each divides.
-
-The sum over samples is taken in `hvdtrain.backends.torch.task`.
-"""
+"""Losses of PyTorch by name, unreduced, and the weight by which torch's own mean of each divides."""
 
 from __future__ import annotations
 
@@ -167,10 +164,7 @@ def names() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _found(named: Named, given: Named) -> Any:
-    """Return a loss of torch.nn.functional (``cross_entropy``) or torch.nn (``CrossEntropyLoss``).
-
-    ``given``: ``named`` as configured, for messages.
-    """
+    """Return a loss of torch.nn.functional or torch.nn; ``given``: ``named`` as configured, for messages."""
     functions, classes = names()
     found = next((f for n, f in {**functions, **classes}.items() if n.lower() == named.name.lower()), None)
     if found is None:
@@ -182,11 +176,8 @@ def _found(named: Named, given: Named) -> Any:
     refuse_other_inputs(found, named)
     takes = inspect.signature(found).parameters
     if "reduction" not in takes or not set(named.args) <= set(takes):
-        raise UserError(
-            f"loss {named.name} refused its args {given.args}",
-            nearest(next(iter(named.args), ""), takes),
-            "correct loss.args",
-        )
+        raise UserError(f"loss {named.name} refused its args {given.args}", nearest(next(iter(named.args), ""), takes),
+                        "correct loss.args")
     _refuse_element_weights(found, named.args)
     if isinstance(found, type):
         try:

@@ -1,7 +1,4 @@
-"""Parts of a PyTorch model; a pipeline and Keras replace some of them.
-
-Measures nothing; `hvdtrain.backends.torch.create` calls it.
-"""
+"""Parts of a PyTorch model; a pipeline and Keras replace some. `hvdtrain.backends.torch.create` calls it."""
 
 from __future__ import annotations
 

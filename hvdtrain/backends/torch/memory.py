@@ -218,8 +218,7 @@ def allocators() -> list[dict[str, Any]]:
 
     ``allocated_bytes``: in tensors; ``reserved_bytes``: taken from the device; ``peak_bytes``: most in tensors since
     the start. ``fragmentation``: share of reserved that lies free between tensors in blocks that cannot be returned
-    (inactive_split_bytes of `torch.cuda.memory_stats`). ``retries``: times that the allocator had to return all it kept
-    and ask again.
+    (inactive_split_bytes of `torch.cuda.memory_stats`). ``retries``: times that the allocator returned all it kept.
     """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return []

@@ -1,7 +1,4 @@
-"""A PyTorch model's modules and tensors: names without wrappers, modes, trees of tensors, what forward writes, checks.
-
-Buffers over ranks are `hvdtrain.backends.torch.buffers`'.
-"""
+"""Modules and tensors of a PyTorch model: plain names, modes, trees of tensors, writes of forward, checks."""
 
 from __future__ import annotations
 
@@ -134,10 +131,7 @@ def made_of(model: torch.nn.Module) -> list[str]:
 
 
 def caveats(model: torch.nn.Module, synchronised: bool = False) -> list[str]:
-    """Return the layers in training mode whose result depends on how a batch is divided (law 2).
-
-    ``synchronised``: BatchNorm layers take their statistics over all ranks.
-    """
+    """Return the layers in training mode that depend on how a batch is divided (law 2), unless ``synchronised``."""
     found = []
     active = [m for m in model.modules() if m.training]
     norms = [m for m in active if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
@@ -184,10 +178,7 @@ def set_modes(model: torch.nn.Module, modes: dict[torch.nn.Module, bool]) -> Non
 
 
 class Place(NamedTuple):
-    """Place of a tensor that forward passes may write: ``holder[key]``; ``name``: in the whole model.
-
-    ``at``: its key among the copies of `Buffers`.
-    """
+    """Place of a tensor that forward may write: ``holder[key]``; ``name``: in the model; ``at``: in `Buffers`."""
 
     name: str
     holder: Any
@@ -196,8 +187,7 @@ class Place(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        found: torch.Tensor | None = self.holder[self.key] if self.key in self.holder else None  # TorchScript lacks get
-        return found
+        return self.holder[self.key] if self.key in self.holder else None  # TorchScript lacks get
 
 
 class OneEntry:
@@ -217,10 +207,7 @@ class OneEntry:
 
 
 class Entry:
-    """Implements `hvdtrain.comm.reducer.written.Entry`.
-
-    ``before``: the value at the step's begin, where it is known. ``device``: for a tensor that this rank lacks.
-    """
+    """`hvdtrain.comm.reducer.written.Entry`. ``before``: value at the step's begin; ``device``: of a lacking one."""
 
     def __init__(self, place: Place, before: torch.Tensor | None, device: torch.device) -> None:
         tensor = place.tensor
@@ -253,8 +240,7 @@ def put_back_buffers(prefix: str, module: torch.nn.Module, before: dict[str, tor
                      copies: dict[str, torch.Tensor], appeared: dict[str, torch.Tensor]) -> list[str]:
     """Give ``module`` the tensors of ``before`` again; return the names of state that had changed.
 
-    ``appeared`` gets the tensors that were made, which are state if persistent. One that was replaced by another shape
-    is a cache.
+    ``appeared`` gets the tensors that were made, state if persistent. One replaced by another shape is a cache.
     """
     written = []
     for key, now in list(module._buffers.items()):

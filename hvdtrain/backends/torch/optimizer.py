@@ -1,7 +1,4 @@
-"""The update of PyTorch's parameters: warm-up, clipping, and slices of tensors under ZeRO.
-
-Optimizers and schedules are made by `hvdtrain.backends.torch.optim`.
-"""
+"""The update of PyTorch's parameters: warm-up, clipping, slices under ZeRO. `optim` makes optimizers."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ class Slices:
     """Row-major elements [begin, end) of each of ``wholes``, which this rank updates under ZeRO; (0, 0): none of it.
 
     ``tensors``: one parameter (end - begin,) for each, empty ones too: a view of the whole's memory, so that there is
-    no second replica. Of a whole that is not contiguous (channels_last) it is a copy, made before each update
-    and written back after it.
+    no second replica. Of a whole that is not contiguous it is a copy, written back after each update.
     """
 
     def __init__(self, wholes: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]) -> None:
@@ -239,10 +235,7 @@ class TorchOptimizer:
         return type(self.optimizer) is torch.optim.SGD and all(group["momentum"] == 0 for group in groups)
 
     def bytes_to_come(self) -> int:
-        """Return the bytes of two moments of every tensor, as Adam keeps them; 0 with state, or where none will be.
-
-        Of a split model those on the one GPU whose memory is probed.
-        """
+        """Return the bytes of Adam's moments to come, of a split model on the probed GPU; 0 with state."""
         if self.optimizer.state or self.plain_sgd():
             return 0
         probed = [t for t in self.tensors if t.device == placement.device() or not self._on_gpu]
@@ -277,8 +270,7 @@ class TorchOptimizer:
         return type(self.optimizer).__name__ if self.adopted is None else f"Keras' {self.adopted.name}"
 
     def scalars(self) -> dict[str, Any]:
-        """Return JSON-able state beside the optimizer's tensors: whole groups, as schedules change betas and momentum.
-        """
+        """Return JSON-able state beside the optimizer's tensors: whole groups, as schedules change them."""
         self._follow()
         groups = [schedules.plain({k: v for k, v in g.items() if k != "params"}) for g in self.optimizer.param_groups]
         schedule = {} if self.schedule is None else schedules.plain(self.schedule.state_dict())
@@ -354,10 +346,7 @@ def _gate(opt: TorchOptimizer, not_finite: torch.Tensor) -> bool:
 
 
 def any_not_finite(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return a boolean scalar on ``device``: True if any element of ``tensors`` is NaN or infinite.
-
-    Unlike a sum of squares the largest magnitude never overflows.
-    """
+    """Return a boolean on ``device``: any element of ``tensors`` is NaN or infinite; never overflows."""
     largest = (torch.linalg.vector_norm(x, ord=torch.inf) for x in tensors if x.numel())
     return ~torch.stack([one.isfinite().to(device) for one in largest]).all()
 

@@ -32,7 +32,6 @@ class Make(Protocol):
     def __call__(self, tensors: Sequence[torch.Tensor], *, names: Sequence[str] = (),
                  slices: Slices | None = None) -> TorchOptimizer:
         """Return it, with state of its own."""
-        ...
 
 
 class TorchParams:
@@ -102,8 +101,7 @@ class TorchParams:
             torch._foreach_copy_(into, values)
 
     def optimizer(self, vectors: Sequence[torch.Tensor] | None = None) -> TorchOptimizer:
-        """Return an optimizer of the run's kind with new state, over the tensors (then the run's) or over ``vectors``.
-        """
+        """Return an optimizer of the run's kind with new state, over the tensors or over ``vectors``."""
         if vectors is None:
             self._run_optimizer = self._make(self.tensors, names=self.names)
             return self._run_optimizer

@@ -212,8 +212,7 @@ class ModelTask:
     def predict(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """Return the logits."""
         inputs = self._inputs(batch)
-        logits: torch.Tensor = self._output(model, inputs, inputs.pop("labels", None)).logits
-        return logits
+        return self._output(model, inputs, inputs.pop("labels", None)).logits
 
     def _inputs(self, batch: Any) -> dict[str, Any]:
         if isinstance(batch, Mapping):
@@ -256,8 +255,7 @@ class ModelTask:
         return "multi_label_classification" if of_floats else CLASSES
 
     def _aligned(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits (..., C) and the label of each; those of a first token, which nothing predicts, are left out.
-        """
+        """Return logits (..., C) and the label of each; those of a first token, which nothing predicts, are omitted."""
         if self.kind == NEXT:
             logits, labels = logits[:, :-1], labels[:, 1:]
         if logits.shape[:-1] != labels.shape:

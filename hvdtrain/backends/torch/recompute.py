@@ -1,7 +1,4 @@
-"""Second forward pass of a block in backward, whose first pass keeps its inputs only, and its costs.
-
-Which blocks those are is `hvdtrain.backends.torch.transforms.remat`'s.
-"""
+"""Second forward pass of a block in backward, whose first pass keeps its inputs only, and its costs."""
 
 from __future__ import annotations
 
@@ -52,8 +49,7 @@ class Block:
 
     ``compute``: its forward pass. ``tapes``: what joint statistics of several ranks are recorded on, innermost last.
     ``writes``: it writes to its inputs, which are copied then. ``learnt``: one pass has shown that. ``late``: numbers
-    of the saved tensors that the operation which saves them writes to; None before a `Check`: then a second pass runs
-    to its end.
+    of the saved tensors that the operation which saves them writes to; None before a `Check`: it runs to its end.
     """
 
     def __init__(self, name: str, module: torch.nn.Module, generators: Generators, kinds: list[str],

@@ -1,7 +1,4 @@
-"""Settings of an optimizer and schedule of PyTorch on resume: those that the user changed, else the checkpoint's.
-
-Names and shapes of state are `hvdtrain.backends.torch.state`'s.
-"""
+"""Settings of an optimizer and schedule on resume: those that the user changed, else the checkpoint's."""
 
 from __future__ import annotations
 
@@ -51,7 +48,6 @@ class ResumedOptimizer(Protocol):
 
     def kind(self) -> str:
         """Return the optimizer's class."""
-        ...
 
 
 def settings_of(optimizer: Any, adopted: bool) -> list[dict[str, Any]]:
@@ -164,10 +160,7 @@ def rates_before(opt: ResumedOptimizer, state: Mapping[str, Any], now: Sequence[
 
 
 def complete_slots(optimizer: Any) -> None:
-    """Make state that a changed setting needs, as torch.optim does only with the first update, and drop other.
-
-    SGD makes its momentum by itself.
-    """
+    """Make state that a changed setting needs (SGD makes its momentum by itself), and drop other."""
     for group in optimizer.param_groups:
         for slot, setting in SLOTS:
             for param in group["params"] if setting in group else ():
@@ -190,10 +183,7 @@ def rescale(opt: ResumedOptimizer, factors: Sequence[float]) -> None:
 
 
 def reschedule(opt: ResumedOptimizer, rates: Sequence[float], epochs: int) -> Any:
-    """Return the configured schedule, advanced to the updates or ``epochs`` made so far; None: none.
-
-    ``rates``: each group's, as configured.
-    """
+    """Return the configured schedule after the updates or ``epochs`` so far, or None; ``rates``: as configured."""
     groups = opt.optimizer.param_groups
     for group, rate, settings in zip(groups, rates, opt.settings):
         cycled = "max_momentum" in group

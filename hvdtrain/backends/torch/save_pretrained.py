@@ -22,10 +22,7 @@ FOR_DATA = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "s
 
 
 def pretrained(subject: Exportable, path: Path) -> str:
-    """Write the model as ``save_pretrained`` does, of peft its adapters alone; return what was verified.
-
-    Errors: `UserError`. OSError.
-    """
+    """Write the model as ``save_pretrained`` does, of peft its adapters; return what was verified. `UserError`."""
     model, base = _ends(subject, "pretrained")
     model.save_pretrained(path)
     _copy_files(base, path)

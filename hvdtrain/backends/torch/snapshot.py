@@ -71,10 +71,7 @@ class Memory:
                     self._buffers.append((prefix + name, own["_buffers"], name, buffer, buffer._version, copy))
 
     def settle(self) -> None:
-        """Keep the copies of what the forward pass has changed, and forget the others.
-
-        Errors: `UserError` for a large buffer that changes for the first time.
-        """
+        """Keep the copies of what forward has changed; `UserError` for a large buffer that changes newly."""
         kept = []
         for entry in self._buffers:
             title, holder, name, buffer, version, copy = entry
@@ -112,10 +109,7 @@ class Memory:
 
 @contextlib.contextmanager
 def attributes_kept(modules: Modules) -> Iterator[None]:
-    """Restore attributes of ``modules`` after the body, random generators and small tensors too.
-
-    Keras' layers are left alone: what their first call makes belongs to them.
-    """
+    """Restore attributes, generators and small tensors of ``modules`` after the body, not of Keras' layers."""
     own = [vars(m) for _, m in modules.named if not of_keras(m)]
     before = [(values, {k: copied(v) for k, v in values.items() if k not in _OWN}) for values in own]
     backs = [back for values in own for k, v in values.items() if k not in _OWN and (back := _way_back(v))]

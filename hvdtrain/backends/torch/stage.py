@@ -1,7 +1,4 @@
-"""Forward and backward of a PyTorch model, whole or split over a rank's devices.
-
-Gradients travel by `hvdtrain.backends.torch.gradients`.
-"""
+"""Forward and backward of a PyTorch model, whole or split over a rank's devices; `gradients` sends them."""
 
 from __future__ import annotations
 
@@ -99,18 +96,14 @@ class TorchStage:
         return (loss_sum.detach(), weight) if samples else (0.0, 0.0)
 
     def loss_of(self, batch: Batch) -> Pair:
-        """Return the task's (loss_sum, weight); `UserError` for a loss that is none, or too few samples for BatchNorm.
-        """
+        """Return the task's (loss_sum, weight); `UserError` for what is no loss, or too few samples for BatchNorm."""
         tensors = self._placement.tensors(batch)
         with few_samples(self._rank), self._precision.computing():
             loss_sum, weight = self._task(self._model, tensors)
         if not isinstance(loss_sum, torch.Tensor) or loss_sum.dim() != 0:
             shape = tuple(getattr(loss_sum, "shape", ()))
-            raise UserError(
-                f"task returned a loss of type {type(loss_sum).__name__} and shape {shape}",
-                "(loss_sum, weight) with a scalar loss_sum",
-                "sum the loss in the model file's task",
-            )
+            raise UserError(f"task returned a loss of type {type(loss_sum).__name__} and shape {shape}",
+                            "(loss_sum, weight) with a scalar loss_sum", "sum the loss in the model file's task")
         return loss_sum, weight
 
     def nothing(self, sink: GradientSink, poison: bool = False) -> None:

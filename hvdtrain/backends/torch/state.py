@@ -80,11 +80,9 @@ def load_model(model: torch.nn.Module, arrays: dict[str, np.ndarray]) -> None:
     check_names("model", own, saved)
     for name, tensor in own.items():
         if tensor.shape != saved[name].shape:
-            raise UserError(
-                f"checkpoint tensor {name} has shape {tuple(saved[name].shape)}",
-                f"{tuple(tensor.shape)}, as in this model",
-                "resume with the model and model_args of that run",
-            )
+            raise UserError(f"checkpoint tensor {name} has shape {tuple(saved[name].shape)}",
+                            f"{tuple(tensor.shape)}, as in this model",
+                            "resume with the model and model_args of that run")
     load_state_dict(model, saved)
 
 
@@ -133,8 +131,7 @@ def load_optimizer(opt: TorchOptimizer, names: list[str], arrays: dict[str, np.n
 
 
 class TorchState:
-    """Implements `hvdtrain.core.protocols.ModelState`; ``names``: of the tensors that ``optimizer`` updates, in order.
-    """
+    """Implements `hvdtrain.core.protocols.ModelState`; ``names``: of the tensors of ``optimizer``, in order."""
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str], optimizer: TorchOptimizer, buffers: Buffers,
                  scale: LossScale, generators: Generators) -> None:
@@ -183,8 +180,7 @@ class TorchState:
             self.take(self.optimizer, self._spans)
 
     def slices(self, place: Place | None = None) -> Iterator[Shard]:
-        """Yield this rank's shard of the optimizer's state; a count of steps comes with its parameter's first element.
-        """
+        """Yield this rank's shard of the optimizer's state; a step count comes with its parameter's first element."""
         for name, tensor, (begin, end) in zip(self.names, self.optimizer.tensors, self._spans):
             entries = self.optimizer.optimizer.state.get(tensor, {}) if begin < end else {}
             for key, value in entries.items():

@@ -1,8 +1,7 @@
 """Metrics of an evaluation that keep states, as torchmetrics' objects do: measured on each rank, combined over all.
 
 Owns the states' way from ranks to one result, by each state's own reduction and in the order of the data. Calls no
-collective, and not those of torchmetrics. Knows the objects by their attributes, since importing torchmetrics is the
-user's.
+collective, and not those of torchmetrics. Knows objects by attributes: torchmetrics is the user's import.
 """
 
 from __future__ import annotations
@@ -44,10 +43,7 @@ class RankStates:
 
 @dataclass
 class StateMetric:
-    """A metric of ``name`` with states on this rank, and its result from the states of all ranks.
-
-    The given object is copied: neither its states nor other evaluators' change it.
-    """
+    """A metric of ``name`` with states, a copy of the given object, and its result from all ranks' states."""
 
     name: str
     metric: Any

@@ -1,7 +1,4 @@
-"""Trial passes of a PyTorch model: few samples are computed, and everything is restored.
-
-Exchanges nothing: the first comes before `Stage.connect` and `ModelParts.install`.
-"""
+"""Trial passes of a PyTorch model: few samples are computed, all is restored, nothing is exchanged."""
 
 from __future__ import annotations
 

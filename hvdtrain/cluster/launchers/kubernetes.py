@@ -1,7 +1,6 @@
 """Kubernetes: one job as manifests, an MPIJob of the MPI operator or a TrainJob of Kubeflow Trainer. Pure.
 
-Owns the pods: their users, volumes, probes and restarts. `hvdtrain.commands.launch.kubernetes` writes YAML and calls
-kubectl.
+Owns the pods: their users, volumes, probes and restarts. `commands.launch.kubernetes` writes YAML and calls kubectl.
 """
 
 from __future__ import annotations

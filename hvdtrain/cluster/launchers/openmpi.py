@@ -19,8 +19,7 @@ SPLITS = " \t\n:\"'\\"
 class OpenMpi:
     """Options of one generation of Open MPI.
 
-    ``flag``: of its daemons' settings; ``agent``, ``interfaces``: their names for the ssh command and for networks;
-    ``socket``: its word for one.
+    ``flag``: of its daemons' settings; ``agent``, ``interfaces``: of ssh and of networks; ``socket``: its word for one.
     """
 
     flag: str

@@ -268,10 +268,7 @@ def _text(path: str) -> str:
 
 def choose(wanted: str, paths: dict[str, str], mpi: tuple[str, str], in_slurm: bool,
            may_lack: bool, silent: str = "") -> tuple[LauncherProgram, list[str]]:
-    """Choose a launcher by what was seen: programs' paths ("" where absent), mpirun's (flavour, version). Pure.
-
-    ``silent``: why mpirun did not print its version.
-    """
+    """Choose a launcher by programs' paths ("": absent) and mpirun's (flavour, version), or why ``silent``. Pure."""
     flavour, version = mpi if mpi[0] != "unknown" else ("", "")
     native = _native(flavour, version)
     if wanted == "auto":

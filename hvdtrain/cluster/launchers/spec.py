@@ -98,10 +98,7 @@ _SHAPE = "a host name or IPv4 address, optionally with :slots, as in fast:4"
 
 
 def parse_hosts(text: str) -> tuple[HostSlots, ...]:
-    """Parse ``-H``: ``name:slots`` with commas, one slot by default. A name given twice adds its slots.
-
-    A name may be a node set, such as ``gpu[01-64]``.
-    """
+    """Parse ``-H``: ``name:slots`` with commas, 1 slot by default, names added up; also sets (``gpu[01-64]``)."""
     # A comma within brackets belongs to a node set.
     return merged(host for part in re.split(r",(?![^\[\]]*\])", text) for host in _entries(part, "-H"))
 
@@ -343,8 +340,7 @@ def unread(launcher: str, env: Mapping[str, str]) -> tuple[str, tuple[str, ...]]
 
 
 def agent_words(spec: LaunchSpec, splits: str) -> tuple[str, ...]:
-    """Return the words of the ssh command, () for the launcher's own choice; `UserError` for a character of ``splits``.
-    """
+    """Return the words of the ssh command, () for the launcher's own; `UserError` for characters of ``splits``."""
     words = spec.ssh or (DEFAULT_SSH if spec.over_ssh else ())
     for word in words:
         if not word or any(c in splits or not c.isprintable() for c in word):

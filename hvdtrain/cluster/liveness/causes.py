@@ -123,10 +123,7 @@ def _done(pid: int) -> None:
 
 
 def mark(name: str, step: int = -1) -> None:
-    """Note once that this rank has come so far: "start" (its process), "imported", "loaded", "fit", "step".
-
-    ``step``: steps finished by then, where that is known.
-    """
+    """Note once that this rank has begun "start", "imported", "loaded", "fit" or "step"; ``step``: finished by then."""
     with contextlib.suppress(Exception):
         where = folder()
         if where is None or name in _marked:
@@ -202,10 +199,7 @@ def spent_at(attempts: Path, job: str, budget: float, begun: float) -> float:
 
 
 def cost(rows: Sequence[tuple[float, float]], begun: float, now: float) -> float:
-    """Return the cost from ``begun`` to ``now``; ``rows``: (unix seconds, price a second from then on), by time. Pure.
-
-    The first price holds from ``begun`` on.
-    """
+    """Return the cost from ``begun`` to ``now``; ``rows``: (unix seconds, price a second), the first from ``begun``."""
     starts = [begun, *(start for start, _ in rows[1:]), now]
     return sum(max(0.0, end - start) * per_s for (_, per_s), start, end in zip(rows, starts, starts[1:]))
 

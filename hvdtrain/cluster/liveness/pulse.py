@@ -207,11 +207,9 @@ class Listener(Protocol):
 
     def at(self, phase: str, step: int | None) -> None:
         """Note a phase; takes no time."""
-        ...
 
     def close(self) -> None:
         """Note that the process ends, before its last message."""
-        ...
 
 
 listener: Listener | None = None
@@ -309,8 +307,7 @@ def heard(step: int) -> None:
 
 
 def leaving() -> None:
-    """Publish that this process ends, or ends the job, and reports why itself; not in a forked child, which shares the
-    page."""
+    """Publish that this process ends and reports why itself; not in a forked child, which shares the page."""
     if listener is not None and listener.pid == os.getpid():
         listener.close()
     if _own is not None and (_made is None or _made.pid == os.getpid()):

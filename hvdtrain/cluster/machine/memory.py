@@ -1,7 +1,4 @@
-"""Memory of a host: what this process holds and may still take, and glibc's settings for freed blocks.
-
-A device's memory is its backend's (``peak_bytes``).
-"""
+"""Memory of a host: what this process holds and may still take, and glibc's settings for freed blocks."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from hvdtrain.cluster.devices import meminfo
 from hvdtrain.cluster.machine.usage import memory_limits
 
 DEVICE_PART = 0.9
@@ -35,8 +33,7 @@ def ceiling(sizes: tuple[int, int], peaks_bytes: tuple[int, int], budget_bytes: 
 
 
 def host_budget_bytes(local_size: int, proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int:
-    """Return the bytes that this process may hold in all: its own and its share of what the host has left; 0 if
-    unknown."""
+    """Return the bytes that this process may hold: its own and its share of what the host has left; 0: unknown."""
     held, left = _status(proc, "VmRSS"), left_bytes(proc, cgroup)
     return 0 if held is None or left is None else held + int(HOST_PART * left / max(1, local_size))
 
@@ -58,10 +55,7 @@ def peak_resident_bytes(proc: str = "/proc") -> int:
 
 
 def host_peak_bytes(work: Callable[[], None], proc: str = "/proc") -> int:
-    """Run ``work``; return the most bytes held meanwhile, 0 where the kernel does not reset its high-water mark.
-
-    Writing 5 to clear_refs does so since Linux 4.0.
-    """
+    """Run ``work``; return the most bytes held meanwhile, 0 before Linux 4.0 (clear_refs resets the mark)."""
     give_back()  # else free memory that is kept from before would hide what ``work`` takes
     resets = False
     with contextlib.suppress(OSError):
@@ -79,10 +73,7 @@ def _status(proc: str, name: str) -> int | None:
 
 
 def left_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | None:
-    """Return the bytes that this process can still have; None if unknown.
-
-    The host's, or what a control group or a limit of this process (ulimit) allows where that is less.
-    """
+    """Return the bytes that the host, control groups and ulimit leave this process; None if unknown."""
     left = left_alive_bytes(proc, cgroup)
     return left if left is None else max(0, min([left, *_own_left(proc)]))
 
@@ -92,20 +83,14 @@ def left_alive_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int
 
     None if unknown. Limits of a process itself do not count: beyond them it is refused memory, and lives.
     """
-    with contextlib.suppress(OSError):
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path(proc, "meminfo").read_text(), re.MULTILINE)
-        if found:
-            return max(0, min([int(found[1]) * 1024, *(limit - used for limit, used in memory_limits(cgroup, proc))]))
-    return None
+    left = meminfo(proc).get("MemAvailable")
+    return None if left is None else max(0, min([left, *(limit - used for limit, used in memory_limits(cgroup, proc))]))
 
 
 def limited(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> bool:
     """Return whether a control group allows less than the host has in all, so that the kernel ends what takes more."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"^MemTotal:\s+(\d+) kB", Path(proc, "meminfo").read_text(), re.MULTILINE)
-        total = int(found[1]) * 1024 if found else 0
-        return any(limit < total for limit, _ in memory_limits(cgroup, proc))
-    return False
+    total = meminfo(proc).get("MemTotal", 0)
+    return any(limit < total for limit, _ in memory_limits(cgroup, proc))
 
 
 def _own_left(proc: str) -> list[int]:
@@ -114,8 +99,7 @@ def _own_left(proc: str) -> list[int]:
 
 
 def _own_limits(proc: str) -> dict[str, int]:
-    """Return limits of this process, by the field of /proc/self/status that counts towards each; none that is
-    unlimited."""
+    """Return limits of this process, by the field of /proc/self/status that counts towards each."""
     found = {}
     with contextlib.suppress(OSError):
         text = Path(proc, "self/limits").read_text()
@@ -210,8 +194,7 @@ def give_back() -> None:
 def _glibc(name: str) -> Callable[..., int]:
     """Return a function of glibc; one that does nothing and returns 0 where there is none."""
     try:
-        found: Callable[..., int] = getattr(ctypes.CDLL(None), name)
-        return found
+        return getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError):
         return lambda *_: 0
 
@@ -220,10 +203,7 @@ _imported_bytes = 0
 
 
 def mark_imported(with_model_bytes: int = 0) -> None:
-    """Note the bytes held now, before anything of the run is there; the first call counts.
-
-    ``with_model_bytes``: of a model that is there already.
-    """
+    """Note the bytes held before anything of the run; the first call counts. ``with_model_bytes``: of its model."""
     global _imported_bytes
     _imported_bytes = _imported_bytes or max(0, resident_bytes() - with_model_bytes)
 

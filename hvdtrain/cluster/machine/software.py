@@ -86,18 +86,12 @@ def detect(only: tuple[str, ...] | None = None, capabilities: tuple[str, ...] = 
     """
     found = tuple(f for f in map(find_framework, _DISTS) if f is not None)
     gpus = capabilities or find_capabilities()
-    return BuildFacts(
-        python_tag=f"cp{sys.version_info[0]}{sys.version_info[1]}{sys.abiflags}",
-        platform=sysconfig.get_platform().replace("-", "_").replace(".", "_"),
-        prefix=sys.prefix,
-        site_dir=sysconfig.get_paths()["platlib"],
-        frameworks=tuple(f for f in found if only is None or f.name in only),
-        mpi=find_mpi(),
-        capabilities=gpus,
-        cuda=find_cuda() if gpus else Cuda(),
-        arch_flags=arch_flags(read("/proc/cpuinfo")),
-        libc="-".join(platform.libc_ver()),
-    )
+    return BuildFacts(python_tag=f"cp{sys.version_info[0]}{sys.version_info[1]}{sys.abiflags}",
+                      platform=sysconfig.get_platform().replace("-", "_").replace(".", "_"), prefix=sys.prefix,
+                      site_dir=sysconfig.get_paths()["platlib"],
+                      frameworks=tuple(f for f in found if only is None or f.name in only), mpi=find_mpi(),
+                      capabilities=gpus, cuda=find_cuda() if gpus else Cuda(),
+                      arch_flags=arch_flags(read("/proc/cpuinfo")), libc="-".join(platform.libc_ver()))
 
 
 def output_of(argv: list[str]) -> str:
@@ -163,8 +157,7 @@ def find_mpirun() -> str | None:
 
 
 def find_mpi(told: str | None = None) -> Mpi | None:
-    """Return the MPI of `find_mpirun`; None without one that is known. ``told``: its version text, asked for where
-    None."""
+    """Return the MPI of `find_mpirun`; None without a known one. ``told``: its version text, None: ask for it."""
     mpirun = find_mpirun()
     if mpirun is None:
         return None

@@ -25,10 +25,7 @@ REASONS = {
 
 
 def handles(env: Mapping[str, str]) -> tuple[Any, list[Any]]:
-    """Return (pynvml, handles of the GPUs that ``env`` shows, in CUDA's order).
-
-    Errors: whatever import, driver or permission raises.
-    """
+    """Return (pynvml, handles of the GPUs that ``env`` shows, in CUDA's order); raises what these raise."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -72,10 +69,7 @@ class Gpus:
         return found.decode() if isinstance(found, bytes) else found
 
     def readings(self) -> list[dict[str, Any]]:
-        """Return each GPU's utilisation, clock, reasons that slow it down, temperature, power and memory in use.
-
-        ``used_bytes`` is of all processes on it.
-        """
+        """Return each GPU's utilisation, clock, slowing reasons, temperature, power and ``used_bytes`` of all."""
         return [self._reading(handle) for handle in self._handles]
 
     def _reading(self, handle: Any) -> dict[str, Any]:
@@ -147,10 +141,7 @@ CGROUP, PROC = "/sys/fs/cgroup", "/proc"
 
 
 def groups(controller: str, cgroup: str = CGROUP, proc: str = PROC) -> list[tuple[int, Path]]:
-    """Return (version, folder) of each control group around this process that may have ``controller``, outermost first.
-
-    A container sees only its own group, at the top.
-    """
+    """Return (version, folder) of control groups with ``controller`` around this process, outermost first."""
     found = [(2, Path(cgroup)), (1, Path(cgroup, controller))]
     with contextlib.suppress(OSError):
         for line in Path(proc, "self/cgroup").read_text().splitlines():

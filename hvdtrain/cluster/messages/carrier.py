@@ -76,10 +76,7 @@ class IncomingMessage(Operation):
         self._carrier.progress.post(self, first, self._first_came)
 
     def _first_came(self) -> None:
-        """Ask for the rest of all in line whose first part is there.
-
-        MPI matches rests in the order in which they are asked for, but may report first parts in any.
-        """
+        """Ask for the rests of messages with a first part here, in MPI's order of requests."""
         self._came = True
         while self._line and self._line[0]._came:
             message = self._line.popleft()
@@ -183,18 +180,14 @@ class HostCarrier:
 
 
 def over_mpi(comm: Any, timeout_s: float, near: bool = True) -> HostCarrier:
-    """Return the carrier of the ranks of ``comm``, over duplicates of it; collective.
-
-    ``near``: use memory that ranks of a host share.
-    """
+    """Return the carrier of ``comm``'s ranks, over duplicates; ``near``: by shared memory in hosts. Collective."""
     with deadline(timeout_s, "duplicating MPI's communicator for messages"):
         far = MpiCarrier(comm.Dup(), timeout_s)
     return HostCarrier(far, of_host(comm, timeout_s) if near else None)
 
 
 def of_host(comm: Any, timeout_s: float) -> SharedMemoryCarrier | None:
-    """Return the carrier of those ranks of ``comm`` that share this host's memory; None where they cannot. Collective.
-    """
+    """Return the carrier of the ranks of ``comm`` that share this host's memory, or None. Collective."""
     from mpi4py import MPI
 
     with deadline(timeout_s, "sharing memory for messages on this host"):

@@ -173,8 +173,7 @@ class MpiProgress:
         self._requests, self._then, self._open = [], [], []
 
     def guarded(self, operation: Operation, call: Callable[[], None]) -> None:
-        """Make an error of ``call`` that of the operation, for who waits for it; nothing follows on one that is over.
-        """
+        """Make an error of ``call`` that of the operation, for its waiters; nothing follows on one that is over."""
         if operation.over:
             return
         try:

@@ -50,10 +50,7 @@ _order = threading.Lock()
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """Layout of shared memory: a choice for each of the L ranks of this host, then for each S vectors of n elements.
-
-    ``number``: of the memory, the same on every rank.
-    """
+    """Layout of shared memory ``number``: a choice of each of L ranks, then S vectors of n elements each."""
 
     L: int
     slots: int

@@ -1,4 +1,1 @@
-"""Collectives over numpy, without a framework: null, lockstep, mpi, shared.
-
-Horovod's are in each backend's collectives.py.
-"""
+"""Collectives over numpy: null, lockstep, mpi, shared. Horovod's are in each backend's collectives.py."""

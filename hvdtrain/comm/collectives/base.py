@@ -79,8 +79,7 @@ def add_rows(rows: Sequence[np.ndarray], out_K: np.ndarray) -> None:
 
 
 class WithoutMemory:
-    """Defaults of `hvdtrain.core.protocols.Collectives` for a transport without memory of its own, which squares no
-    sums."""
+    """Defaults of `hvdtrain.core.protocols.Collectives` for a transport without memory of its own."""
 
     overlaps = False
     drives = False

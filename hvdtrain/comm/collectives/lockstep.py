@@ -1,5 +1,4 @@
-"""P ranks as P threads of one process: control plane and collectives that meet in memory, to test a whole exchange
-without MPI."""
+"""P ranks as threads of one process: control plane and collectives in memory, to test an exchange without MPI."""
 
 from __future__ import annotations
 

@@ -135,10 +135,7 @@ class MpiCollectives(WithoutMemory):
             return self._comm.Create_group(self._comm.Get_group().Incl(list(group.ranks)))
 
     def allreduce(self, flat_N: np.ndarray, name: str, op: str = "sum") -> Any:
-        """Sum over ranks: (N,) -> (N,); in place where the memory allows it.
-
-        ``op``: "sum", or "mean" of floats, which is the sum divided by the number of ranks.
-        """
+        """Sum over ranks: (N,) -> (N,), in place where memory allows; ``op``: "sum", or "mean" of floats."""
         assert op in ("sum", "mean"), op
         total_N, divisor = _writable(flat_N), self.size if op == "mean" else 1
         sizes_P = even_parts(total_N.size, self.size)
@@ -214,10 +211,7 @@ class MpiCollectives(WithoutMemory):
 
     def _issue(self, kind: str, name: str, x: np.ndarray, make: Callable[[str, int], Operation],
                alone: Callable[[], np.ndarray], sizes_P: Sequence[int] = (), squared: int = 0) -> Any:
-        """Issue what ``make(words, number)`` makes; ``alone``: the result of one rank.
-
-        ``squared``: elements of a whole sum, which counts for `looked` once it is waited for.
-        """
+        """Issue ``make(words, number)``; ``alone``: one rank's result; ``squared``: elements for `looked`."""
         if self.size == 1:
             return Pending(alone)
         what = _entered(kind, name, x, sizes_P)
@@ -244,10 +238,7 @@ class MpiCollectives(WithoutMemory):
 
     def _later(self, kind: str, name: str, x: np.ndarray, run: Callable[[], np.ndarray],
                sizes_P: Sequence[int] = (), first: Callable[[], None] | None = None) -> Pending:
-        """Put the check, in which all ranks meet, and the bound around ``run``; ``first`` comes before the check.
-
-        ``sizes_P`` are compared in place of the shape.
-        """
+        """Put check, which compares shapes or ``sizes_P``, and bound around ``run``; ``first`` comes before."""
         what = _entered(kind, name, x, sizes_P)
 
         def bounded() -> np.ndarray:

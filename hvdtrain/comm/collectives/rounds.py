@@ -36,10 +36,7 @@ SCATTER, GATHER = 0, 1
 
 
 class Peers:
-    """The ranks of an MPI communicator as this one sends to and receives from them.
-
-    ``comm`` is used for nothing else. Numbers of operations count alike on all ranks.
-    """
+    """The ranks of ``comm``, used for nothing else, as peers; numbers of operations count alike on all."""
 
     def __init__(self, comm: Any, progress: MpiProgress) -> None:
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())

@@ -97,8 +97,7 @@ class SharedCollectives(MpiCollectives):
     def buffers(self, n: int, dtype: str, slots: int) -> list[np.ndarray]:
         """Return vectors of which each rank may hand any to the next `allreduce`, whichever the other ranks take.
 
-        A sum that is still looked at stays as it is while the next one is made. A vector that is never written to costs
-        no memory.
+        A sum that is still looked at stays as it is while the next one is made. An unwritten vector costs no memory.
         """
         if dtype not in SUMMED or n == 0:
             return []
@@ -283,10 +282,7 @@ class SharedCollectives(MpiCollectives):
         self._comm.Alltoallv([part_K, (sent_P, [0] * self.size), kind], [all_N, (taken_P, begins(sizes_P)), kind])
 
     def _sum(self, raw: np.ndarray, layout: SegmentLayout, divisor: int) -> float:
-        """Replace the row that each rank of the one host chose by the sum of all over ``divisor``, once all have met.
-
-        Returns the squares of this rank's stripe.
-        """
+        """Replace each rank's chosen row by the sum over ``divisor``; return the squares of this rank's stripe."""
         mine, n = self._host.Get_rank(), layout.n
         rows = [row_SN[s] for row_SN, s in zip(layout.rows_LSN(raw), layout.chosen_L(raw).tolist())]
         stripe = slice(n * mine // self._stripes, n * (mine + 1) // self._stripes)
@@ -323,8 +319,7 @@ class SharedCollectives(MpiCollectives):
         self._leave()
 
     def _segment(self, n: int, dtype: str, slots: int = 1) -> tuple[np.ndarray, SegmentLayout]:
-        """Return ``slots`` vectors of n zeros for each rank of this host, as bytes; collective over all ranks of the
-        job."""
+        """Return ``slots`` vectors of n zeros for each rank of this host, as bytes; collective over all ranks."""
         self._made += 1
         layout = SegmentLayout(self._host.Get_size(), slots, n, dtype, self._made)
         nbytes = layout.begin + layout.L * slots * layout.row_bytes
@@ -345,8 +340,7 @@ def _helper(hosts: Sequence[Sequence[int]], rank: int, ranks: Sequence[int]) -> 
 def _add(rows: list[np.ndarray], stripe: slice, divisor: int, tile: np.ndarray, looks: bool) -> float:
     """Write the sum of the rows, in their order, over ``divisor`` within ``stripe`` to each of them.
 
-    With ``looks`` returns the sum of its squares, else 0: taken while a tile is in the cache it costs a fraction of a
-    pass over memory.
+    With ``looks`` returns the sum of its squares, else 0: taken while a tile is in the cache it costs little.
     """
     squares = 0.0
     # A warning made an error would stop this rank alone; who looks at the sums tells what is not finite.
@@ -383,9 +377,7 @@ def _address(x: np.ndarray) -> int:
 
 
 def open_shared(control: Control, able: bool = True) -> SharedCollectives | None:
-    """Return the transport over shared memory; None unless all ranks are able and of one host that shares it.
-    Collective.
-    """
+    """Return the transport over shared memory; None unless all ranks are able and of one host. Collective."""
     if control.size == 1 or not boot.has_mpi():
         return None
     able = able and os.environ.get(KEY, "auto") in ("auto", "shared") and boot.mpi_threads()

@@ -1,5 +1,4 @@
-"""Base of compressors: their array operations, defaults, the plan of top-k's sample, and the two shots of `fp16`,
-`bf16` and `int8`."""
+"""Base of compressors: their operations, defaults, top-k's sample, and the two shots of fp16, bf16 and int8."""
 
 from __future__ import annotations
 
@@ -20,27 +19,21 @@ class CompressorOps(protocols.Ops, Protocol):
 
     def abs_max_rows(self, x_BK: Array) -> Array:
         """Return the largest magnitude of each row: (B, K) -> (B,); NaN where a row has one."""
-        ...
 
     def drop(self, flat_N: Array, index_k: Array) -> Array:
         """Return a copy with zeros at int64 indices: (N,), (k,) -> (N,)."""
-        ...
 
     def by_part(self, index_k: Array, ends_P: Sequence[int]) -> tuple[Array, Array]:
         """Sort different int64 indices by the part in which they lie: (their order int64 (k,), how many int32 (P,)).
 
         Part p ends before index ``ends_P[p]``, where the next one begins.
         """
-        ...
 
     def plus(self, x: Array, y: Array) -> Array:
-        """Return ``x + y``, once ``x`` is there: a sum of several stays in this order where a graph is optimised, too.
-        """
-        ...
+        """Return ``x + y``, once ``x`` is there: a sum of several stays in order in an optimised graph, too."""
 
     def minus_scaled(self, x: Array, y: Array, scale: float) -> Array:
         """Return ``x - scale * y``, in one pass where the backend can."""
-        ...
 
 
 class Stateless:
@@ -144,8 +137,7 @@ class Halves(Stateless):
     """16 bits for each element in two shots, without state; rounds an element by 2^-11 (fp16) or 2^-8 (bf16) of it.
 
     A ring all-reduce would round after each of its P-1 additions. So each rank sums one P-th of the vector: (1)
-    all-to-all of the encoded parts, (2) decode, sum in float32 in rank order, encode the sum, all-gather, decode: the
-    same bits everywhere.
+    all-to-all of the encoded parts, (2) decode, sum in float32 in rank order, encode the sum, all-gather, decode.
     """
 
     elementwise = same_bits = True

@@ -126,8 +126,7 @@ class Int8(Stateless):
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """Elements [begin, end) of one rank's part that lie in a shard, in the blocks [first, last) of ``block`` elements.
-    """
+    """Elements [begin, end) of a rank's part that lie in a shard, in blocks [first, last) of ``block`` elements."""
 
     begin: int
     end: int

@@ -69,10 +69,7 @@ class Reducer:
         self._watched: dict[int, TracedBucket] = {}
 
     def buffer(self, bucket: Bucket) -> Array:
-        """Return zeros to hold one bucket: memory of the collectives' own where they sum that without a copy.
-
-        A compressor works on arrays of the backend's own, and sends others.
-        """
+        """Return zeros for a bucket, in the collectives' memory if they sum it without a copy or compressor."""
         if not self.compressor.in_place or not self.collectives.host:
             return self.ops.zeros(bucket.n, bucket.dtype)
         wire = self.wires[bucket.index].collectives
@@ -90,8 +87,7 @@ class Reducer:
     def squares(self, sums: Sequence[Array]) -> float:
         """Return the sum of squares over this rank's part of ``sums``; over all ranks that of the whole gradient.
 
-        NaN or infinite where any element is. Taken by the transport, if it looked at just these sums while it made
-        them.
+        NaN or infinite where any element is. Taken by the transport, if it looked at these sums.
         """
         n_looked, squares = self._looked()
         if self.compressor.in_place and n_looked == sum(b.n for b in self.buckets) and n_looked:
@@ -110,17 +106,13 @@ class Reducer:
     def owed(self) -> list[int] | None:
         """Return the buckets whose exchange has not begun, to be started from now on; None where one has broken off.
 
-        The latter is so once an error has come through `start` after the bucket's first request was made, or through
-        `take`, `close` or `finish`.
+        The latter is so after an error in `start` beyond the bucket's first request, in `take`, `close` or `finish`.
         """
         self._full.clear()
         return None if self._broken else list(range(self._started, len(self.buckets)))
 
     def start(self, index: int, flat_N: Array, group_name: str = "") -> None:
-        """Hand over a full bucket; its exchange begins as soon as those before it have begun.
-
-        ``group_name``: for the collectives' names in place of the bucket's own group.
-        """
+        """Hand over a full bucket, to be exchanged after those before it; ``group_name``: in place of its group."""
         assert index not in self._full and index >= self._started, f"bucket {index} was passed twice"
         self._full[index] = flat_N
         if self._taker is not None:
@@ -211,10 +203,7 @@ def sum_squares(ops: Ops, tensors: Sequence[Array]) -> Array | float:
 
 
 def own_parts(tensors: Sequence[Array], buckets: Sequence[Bucket], rank: int, size: int) -> Iterator[Array]:
-    """Yield this rank's part of the sums of ``buckets``, vectors (n,) that all ranks hold alike.
-
-    For one rank ``tensors`` are yielded as they are, whatever they are.
-    """
+    """Yield this rank's part of ``buckets``, vectors (n,) equal on all ranks; for one rank ``tensors``."""
     if size == 1:
         yield from tensors
         return

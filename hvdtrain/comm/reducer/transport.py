@@ -31,10 +31,7 @@ from hvdtrain.core.units import MIB
 
 
 class Transport:
-    """Arrays of ``ops`` over ``collectives``.
-
-    All but `issue` are complete when they return, in a graph with a symbolic tensor.
-    """
+    """Arrays of ``ops`` over ``collectives``; all but `issue` are complete, in a graph symbolic, on return."""
 
     def __init__(self, collectives: Collectives, ops: Ops) -> None:
         self.collectives, self.ops = collectives, ops
@@ -101,11 +98,9 @@ class Transfer(Protocol):
 
     def begin(self) -> None:
         """Go as far as it goes without waiting."""
-        ...
 
     def advance(self) -> None:
         """Wait for what is open, and continue."""
-        ...
 
 
 def transfer(wire: Transport, compressor: Compressor, bucket: Bucket, full_N: Array, state: dict[str, Array],
@@ -181,10 +176,7 @@ class Stepped:
 
 
 class Driven:
-    """Exchanges of a bucket's consecutive pieces, all of them the collectives' from `begin` on.
-
-    ``full_N``: the bucket, in which the sums are where arrays can be written to.
-    """
+    """Exchanges of a bucket's pieces in the collectives from `begin` on; ``full_N``: the bucket, for sums."""
 
     def __init__(self, wire: Transport, exchanges: Sequence[Exchange], name: str, full_N: Array,
                  watched: TracedBucket | None = None) -> None:

@@ -42,15 +42,12 @@ class Entry(Protocol):
 
     def old(self) -> np.ndarray | None:
         """Return the value at the step's begin, which all ranks had; None where it is not known."""
-        ...
 
     def own(self) -> np.ndarray:
         """Return a copy of the value of now."""
-        ...
 
     def write(self, value: np.ndarray) -> None:
         """Assign ``value``."""
-        ...
 
 
 def combine(transport: Transport, entries: Sequence[Entry], reductions: Mapping[str, str], samples: int,

@@ -1,6 +1,4 @@
-"""``python -m hvdtrain bench``: pick a benchmark. All others are in benchmarks/ of a checkout (``python -m
-benchmarks``).
-"""
+"""``python -m hvdtrain bench``: pick a benchmark. Others are in a checkout (``python -m benchmarks``)."""
 
 from __future__ import annotations
 

@@ -133,10 +133,7 @@ def gradient(shape: tuple[int, ...], seed: int, index: int, rank: int) -> np.nda
 
 def measure(name: str, config: Config, subject: Subject, ops: Ops, graph: Callable[..., Any] | None, repeats: int,
             steps: int) -> dict[str, Any]:
-    """Return the record of one compressor. ``graph``: makes a function one graph, or None.
-
-    Errors: `UserError` for a compressor that needs more of the transport than sums.
-    """
+    """Return the record of one compressor; ``graph``: makes graphs, or None. `UserError` if sums do not suffice."""
     compressor = create(name, config)
     if compressor.reductions:
         raise UserError(f"{name} needs from the transport {', '.join(sorted(compressor.reductions))}",
@@ -155,8 +152,7 @@ def measure(name: str, config: Config, subject: Subject, ops: Ops, graph: Callab
 
 
 class _Timed(Transport):
-    """Transport that separates a bucket's encoding, up to its last request, from its decoding, after the last answer.
-    """
+    """Transport that separates a bucket's encoding, up to its last request, from its decoding."""
 
     encode_s = decode_s = _since = 0.0
 
@@ -181,8 +177,7 @@ def _seconds(compressor: Compressor, ops: Ops, subject: Subject, graph: Callable
              repeats: int) -> list[tuple[float, float]]:
     """Return (encoding, decoding) of all buckets on rank 0 in seconds, by repeat.
 
-    In a graph the two cannot be separated: (the whole function, 0), with the time that null's allgather takes to repeat
-    rows.
+    In a graph the two cannot be separated: (the whole function, 0), with the time of null's allgather.
     """
     wire = NullCollectives(0, subject.ranks)
     each = [Reducer([bucket], compressor, wire, ops) for bucket in subject.buckets]

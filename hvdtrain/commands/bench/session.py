@@ -30,11 +30,7 @@ from hvdtrain.core.protocols import Collectives, Control, Ops
 
 @dataclass
 class Session:
-    """Control plane, transport and framework of a benchmark.
-
-    ``facts``: mpi (its version) and settings (`settings`); of Horovod also nccl, mpi_enabled, and gpu (arrays
-    lie on one).
-    """
+    """Control plane, transport and framework of a benchmark. ``facts``: of MPI, settings and Horovod."""
 
     control: Control
     wire: Collectives
@@ -49,10 +45,7 @@ class Session:
 
 
 def open_session(framework: str, collectives: str, timeout_s: float, argv: Sequence[str]) -> Session:
-    """Start the job: control plane, framework, transport; collective.
-
-    ``argv``: the options, equal on all ranks. Errors: `UserError` on every rank.
-    """
+    """Start control plane, framework and transport by equal options ``argv``; collective. `UserError`."""
     require(framework)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     config = Config(collectives=collectives, control_timeout_s=timeout_s)  # type: ignore[arg-type]
@@ -185,9 +178,7 @@ def gpus(root: str = "/proc/driver/nvidia/gpus") -> list[str]:
 
 
 def settings(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables in ``env`` that bear on speed: threads, Horovod's knobs, Open MPI's transports and
-    algorithms.
-    """
+    """Return the variables in ``env`` that bear on speed: threads, Horovod's knobs, Open MPI's settings."""
     names = re.compile(r"OMP_NUM_THREADS|OMPI_MCA_(mpi|coll|btl|pml|mtl|osc)(_.*)?|NCCL_.*|UCX_.*|TF_(XLA|ENABLE)_.*"
                        r"|HOROVOD_(FUSION|CYCLE|AUTOTUNE|HIERARCHICAL|CACHE|CPU|GPU|THREAD|NUM|DISABLE|ENABLE).*")
     return {name: env[name] for name in sorted(env) if names.fullmatch(name)}

@@ -142,10 +142,7 @@ def count_wrong(found: np.ndarray, right: np.ndarray) -> int:
 
 
 def algorithm(kind: str, wire: str, dtype: str, several_hosts: bool, facts: Mapping[str, Any]) -> str:
-    """Return what is known of how the bytes move; the libraries below report no more.
-
-    ``facts``: as `Session.facts`.
-    """
+    """Return what is known of how the bytes move by ``facts`` (`Session.facts`); the libraries below tell no more."""
     library = facts.get("mpi") or "MPI"
     forced = ", ".join(f"{k.removeprefix('OMPI_MCA_')}={v}" for k, v in facts.get("settings", {}).items()
                        if k.startswith("OMPI_MCA_coll"))
@@ -162,10 +159,7 @@ def algorithm(kind: str, wire: str, dtype: str, several_hosts: bool, facts: Mapp
 
 
 def measure(session: Session, p: Point, repeats: int) -> dict[str, Any]:
-    """Check one size, time it, and return its record. Collective.
-
-    Times are of the slowest rank, by repeat; "wrong" counts elements over all ranks, None where nothing is moved.
-    """
+    """Check one size, time it on the slowest rank by repeat, and return its record, with "wrong". Collective."""
     control, wire = session.control, session.wire
     source, give = _source(session, p)
     np.copyto(source, sent(p, control.rank, control.size))
@@ -210,8 +204,7 @@ def _lies_in_numpy(ops: Ops) -> bool:
 
 
 def _caller(session: Session, p: Point) -> Callable[[Array], Array]:
-    """Return one collective, from the framework's array to the framework's array; names are equal on all ranks (law 5).
-    """
+    """Return one collective from the framework's array to its array; names are equal on all ranks (law 5)."""
     wire, ops = session.wire, session.ops
     operate, name = getattr(wire, p.kind), f"bench.{p.kind}.{p.size}.{p.dtype}"
     more = (ROOT,) if p.kind == "broadcast" else ()
@@ -225,10 +218,7 @@ def _caller(session: Session, p: Point) -> Callable[[Array], Array]:
 
 
 def _time(session: Session, call: Callable[[Array], Array], x: Array, repeats: int) -> tuple[np.ndarray, int]:
-    """Return (seconds of one call in each repeat on this rank, calls per repeat).
-
-    Calls follow each other as in nccl-tests: each but a broadcast lets no rank run ahead.
-    """
+    """Return (seconds of a call by repeat, calls per repeat); calls follow each other as in nccl-tests."""
     def run(times: int) -> float:
         begin = time.perf_counter()
         for _ in range(times):
@@ -283,10 +273,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def bench(session: Session, args: argparse.Namespace) -> int:
-    """Measure, print a table for each kind and each pair of hosts, append records; return 1 where a result was wrong.
-
-    Collective.
-    """
+    """Measure, print the tables, append records; return 1 where a result was wrong. Collective."""
     control, status = session.control, 0
     if args.dtype not in session.wire.dtypes and any(redop(kind) == "sum" for kind in args.kinds):
         raise UserError(f"{session.wire.name} does not sum {args.dtype}",

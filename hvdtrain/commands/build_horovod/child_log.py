@@ -1,5 +1,4 @@
-"""Child processes whose output goes to a log, with progress on the terminal and a deadline. Knows nothing of Horovod.
-"""
+"""Child processes with output to a log, progress on the terminal and a deadline. Knows nothing of Horovod."""
 
 from __future__ import annotations
 

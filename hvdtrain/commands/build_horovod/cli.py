@@ -1,5 +1,4 @@
-"""``python -m hvdtrain build``: the options, and the order of the steps: facts, plan, wheel, install, verify, record.
-"""
+"""``python -m hvdtrain build``: options, and the order of facts, plan, wheel, install, verify, record."""
 
 from __future__ import annotations
 

@@ -19,9 +19,7 @@ _ENV_NAME = {"torch": "PYTORCH", "tensorflow": "TENSORFLOW"}
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """``env``: for the compiler, laid over the caller's cleaned environment. ``key``: of the cache. ``notes``: for the
-    user.
-    """
+    """``env``: the compiler's, over the caller's cleaned one. ``key``: of the cache. ``notes``: for the user."""
 
     facts: BuildFacts
     env: dict[str, str]
@@ -109,9 +107,7 @@ def run_path(facts: BuildFacts, mpi: bool, cuda: bool) -> list[str]:
 
 
 def cache_key(facts: BuildFacts, env: dict[str, str], mpi: bool, cuda: bool) -> str:
-    """Return a folder name that is equal exactly when a built wheel may be reused: readable parts, then a digest of
-    all.
-    """
+    """Return a folder name that is equal exactly when a wheel may be reused: readable parts, then a digest."""
     parts = [f"horovod-{HOROVOD_VERSION}", facts.python_tag]
     parts += [f"{f.dist}-{f.version}" for f in facts.frameworks]
     parts += [f"{facts.mpi.flavour}-{facts.mpi.version}" if mpi and facts.mpi else "gloo"]
@@ -156,10 +152,7 @@ EDITS = (
 
 
 def apply_edits(source_dir: Path, edits: tuple[Edit, ...] = EDITS) -> None:
-    """Apply every edit to the source unpacked at ``source_dir``, or none.
-
-    Errors: `UserError` where an edit does not apply exactly once: the source is another one.
-    """
+    """Apply every edit to ``source_dir``, or none; `UserError` where one does not apply exactly once."""
     texts = {path: _read(source_dir / path) for path in {e.path for e in edits}}
     for edit in edits:
         times = texts[edit.path].count(edit.old)

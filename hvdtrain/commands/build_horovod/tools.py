@@ -1,7 +1,4 @@
-"""Programs that have to be on the machine, each with its package.
-
-The Makefile runs this file before anything is installed: the standard library only.
-"""
+"""Programs that a build needs, each with its package. The Makefile runs this file: standard library only."""
 
 from __future__ import annotations
 
@@ -88,10 +85,7 @@ def missing(tools: tuple[RequiredTool, ...] | None = None) -> str | None:
 
 
 def main() -> int:
-    """Print the line of the missing tool; return 1 if there is one.
-
-    ``--wheels``: nothing is compiled, so only Python and venv are looked for.
-    """
+    """Print the line of the missing tool and return 1, if there is one; with ``--wheels`` Python and venv alone."""
     line = missing(needed()[:2] if "--wheels" in sys.argv[1:] else None)
     if line:
         print(line, file=sys.stderr)

@@ -1,5 +1,4 @@
-"""Check of the installed Horovod: a 2-rank allreduce in each framework, in processes of its own, each with a deadline.
-"""
+"""Check of the installed Horovod: a 2-rank allreduce in each framework, each with a deadline."""
 
 from __future__ import annotations
 
@@ -161,9 +160,7 @@ def read() -> BuildRecord | None:
 
 
 def installed() -> BuildRecord | None:
-    """Return the record of the Horovod installed here; None without Horovod, or with one that this tool did not
-    install.
-    """
+    """Return the record of the Horovod installed here; None without one that this tool installed."""
     record = read()
     if record is None:
         return None

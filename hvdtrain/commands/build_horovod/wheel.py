@@ -19,6 +19,7 @@ from pathlib import Path
 from hvdtrain.cluster.machine.software import Cuda, search_path
 from hvdtrain.commands.build_horovod.child_log import SILENT_S, Display, logged
 from hvdtrain.commands.build_horovod.plan import HOROVOD_VERSION, SDIST_SHA256, BuildPlan, apply_edits
+from hvdtrain.core import user_cache
 from hvdtrain.core.errors import UserError
 
 DOWNLOAD_TIMEOUT_S = 600.0
@@ -60,9 +61,7 @@ def child_env(plan: BuildPlan) -> dict[str, str]:
 
 
 def fetch_source(env: dict[str, str], log: Path) -> Path:
-    """Return Horovod's source package, from the cache or through pip; `UserError` for another digest than the known
-    one.
-    """
+    """Return Horovod's source package, from the cache or through pip; `UserError` for another digest."""
     name = SOURCE
     kept = root() / "source" / name
     if kept.exists() and sha256_of(kept) == SDIST_SHA256:
@@ -97,8 +96,7 @@ def unpack(archive: Path, into: Path) -> Path:
 
 
 def build(plan: BuildPlan, log: Path, jobs: int, display: Display) -> Path:
-    """Compile the wheel of ``plan`` and keep it in the cache; the caller holds the key's lock. Errors: `ChildFailed`.
-    """
+    """Compile the wheel of ``plan`` into the cache; the caller holds the key's lock. Errors: `ChildFailed`."""
     env = child_env(plan)
     log.write_text(f"# {plan.title()}\n" + "".join(f"# {k}={v}\n" for k, v in sorted(plan.env.items())))
     source = fetch_source(env, log)
@@ -166,8 +164,7 @@ SOURCE = f"horovod-{HOROVOD_VERSION}.tar.gz"
 
 def root() -> Path:
     """Return the cache folder, made where it is missing; `UserError` where it cannot be written."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    path = Path(base, "hvdtrain")
+    path = user_cache()
     try:
         for name in ("wheels", "logs", "source"):
             (path / name).mkdir(parents=True, exist_ok=True)
@@ -196,10 +193,7 @@ def place(key: str, built: Path) -> Path:
 
 
 def take_over(folder: Path, key: str) -> Path | None:
-    """Copy what the wheelhouse ``folder`` has of Horovod into the cache; return the wheel of ``key``, or None.
-
-    Errors: `UserError` where there is no such folder.
-    """
+    """Copy Horovod from the wheelhouse ``folder`` into the cache; return ``key``'s wheel or None. `UserError`."""
     if not folder.is_dir():
         raise UserError(f"got the wheelhouse {folder}, which does not exist", "a folder that make wheelhouse filled",
                         "correct WHEELHOUSE=DIR, or fill it on a host with network access: make wheelhouse "

@@ -86,9 +86,7 @@ def table(report: dict[str, Any]) -> list[str]:
 
 
 def _entries(argv: list[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return ({"model_args": ..., "twin_args": ...} of --model_args.NAME VALUE and --twin_args.NAME VALUE, other
-    words).
-    """
+    """Return ({"model_args": ..., "twin_args": ...} of --model_args.NAME and --twin_args.NAME, other words)."""
     found: dict[str, dict[str, Any]] = {key: {} for key in _ARGS}
     rest: list[str] = []
     words = list(argv)
@@ -131,9 +129,7 @@ wrong ones are far above."""
 
 
 def random_like(example: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return arrays of the shapes and dtypes of ``example``: floats of its mean and spread, integers drawn from its
-    own.
-    """
+    """Return arrays of ``example``'s shapes and dtypes: floats of its mean and spread, integers drawn from it."""
     draw = np.random.default_rng(0)
     out = []
     for array in example:
@@ -147,10 +143,7 @@ def random_like(example: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 def inputs(example: Callable[..., Any] | None, shape: Sequence[int], inferred: Sequence[tuple[tuple[int, ...], str]],
            ) -> list[np.ndarray]:
-    """Return random input for `SAMPLES` samples: like the file's ``example``, of the user's ``shape``, or ``inferred``.
-
-    Errors: `UserError` where there is none of these.
-    """
+    """Return random input for `SAMPLES`, like ``example``, of ``shape``, or ``inferred``; `UserError` without."""
     if shape:
         return random_like([np.random.default_rng(1).standard_normal((SAMPLES, *shape)).astype(np.float32)])
     if example is not None:
@@ -191,10 +184,7 @@ def random_weights(model: Model, arrays: Mapping[str, np.ndarray]) -> dict[str, 
 
 
 def apart(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
-    """Return the largest difference of outputs over the largest output; infinite where one is not finite.
-
-    Errors: `UserError` where the numbers of outputs or their shapes differ.
-    """
+    """Return the largest difference over the largest output, or infinity; `UserError` for other shapes."""
     shapes = [[a.shape for a in side] for side in (got, want)]
     if shapes[0] != shapes[1]:
         raise UserError(f"the twin's outputs have shapes {shapes[0]}", f"{shapes[1]}, as SOURCE's model gives",

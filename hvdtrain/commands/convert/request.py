@@ -125,10 +125,7 @@ def kind_of_file(path: Path) -> str:
 
 
 def source_of(text: str, log: Callable[[str], None]) -> ModelPath:
-    """Return SOURCE; of a run's directory its newest whole checkpoint, damaged ones reported to ``log``.
-
-    Errors: `UserError` for a path that is not there or holds no such thing.
-    """
+    """Return SOURCE, of a run its newest whole checkpoint, with a ``log`` of damaged ones. Errors: `UserError`."""
     refuse("SOURCE", text)
     path = Path(text)
     if not path.exists():

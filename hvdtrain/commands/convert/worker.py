@@ -73,10 +73,7 @@ def read(request: Request, exchange: Path) -> None:
 
 
 def write(request: Request, exchange: Path, made: Path) -> dict[str, Any]:
-    """Make TARGET in the directory ``made`` from ``exchange``; return the report.
-
-    Errors: `UserError` where layers do not fit or outputs differ; nothing is made then.
-    """
+    """Make TARGET in ``made`` from ``exchange``; return the report. `UserError` leaves nothing."""
     found = read_snapshot(exchange)
     meta, rule = found.meta, Rule.from_dict(found.meta["rule"]) if "rule" in found.meta else None
     old = target_run.config_of(meta["run"]["config"]) if rule else Config()
@@ -198,8 +195,7 @@ def _built(text: str, args: dict[str, Any], seed: int) -> tuple[Spec, Any]:
 def _parts(spec: Spec, config: Config) -> ModelParts:
     plain = replace(spec, task=None, metrics=None, weight=None)
     make = backends.load(spec.framework).make_parts
-    parts: ModelParts = make(plain, target_run.bare(config), SoloControl(), NullCollectives(), 0)
-    return parts
+    return make(plain, target_run.bare(config), SoloControl(), NullCollectives(), 0)
 
 
 def _numbered(arrays: list[np.ndarray]) -> dict[str, np.ndarray]:

@@ -81,8 +81,7 @@ def cores(host: Facts, parallel: bool) -> Found:
 
 
 def versions(hosts: Sequence[Facts]) -> Found:
-    """Check that hvdtrain, Horovod and MPI are the same on all hosts, and Python and frameworks for the same numbers.
-    """
+    """Check that hvdtrain, Horovod and MPI are the same on all hosts, and Python and frameworks alike."""
     def version(key: str) -> Callable[[Facts], object]:
         return lambda h: h[key].get("version", "unknown") if isinstance(h[key], dict) else h[key]
 

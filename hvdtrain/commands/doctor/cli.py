@@ -1,7 +1,6 @@
 """``python -m hvdtrain doctor``: options, table and list of problems.
 
-Looks at this host alone, at the ranks of the launcher that started it, or at one rank per host under a launcher of its
-own.
+Looks at this host alone, at the ranks of its launcher, or at one rank per host under a launcher of its own.
 """
 
 from __future__ import annotations
@@ -163,10 +162,7 @@ def findings(problems: Sequence[Problem], hosts: Sequence[Facts]) -> list[str]:
 
 
 def text(hosts: Sequence[Facts], problems: Sequence[Problem], plain: bool) -> str:
-    """Return the whole text. ``plain``: for no terminal, and narrow: a launcher may put a tag before each line.
-
-    Without rich, the facts are lines without a box.
-    """
+    """Return the whole text; ``plain``: narrow, without a terminal; without rich lines in place of a box."""
     try:
         shown = facts_table("hvdtrain doctor", rows(hosts), plain)
     except ImportError:

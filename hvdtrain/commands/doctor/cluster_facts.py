@@ -138,10 +138,7 @@ def connect(targets: Iterable[tuple[str, str, int]], within_s: float = CONNECT_S
 
 def targets(own: Sequence[str],
             offers: Iterable[tuple[str, int, Sequence[tuple[str, str]]]]) -> list[tuple[str, str, int]]:
-    """Return what this host has to reach: addresses of other hosts in the networks ``own`` that it is in, too. Pure.
-
-    ``offers``: (host, port, its (address, network) pairs).
-    """
+    """Return (host, address, port) in this host's networks ``own``, of ``offers`` (host, port, pairs). Pure."""
     return [(name, address, port) for name, port, pairs in offers for address, network in pairs if network in own]
 
 

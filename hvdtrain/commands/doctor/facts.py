@@ -238,8 +238,7 @@ SEVERITIES = (STOPS, SLOWS, NOTE)
 
 @dataclass(frozen=True)
 class Problem:
-    """``got`` is a clause, ``do`` starts with a verb and holds the command; no closing full stops. ``hosts``: in order.
-    """
+    """``got`` is a clause, ``do`` begins with a verb and holds the command; no full stops. ``hosts``: in order."""
 
     severity: str
     hosts: tuple[str, ...]

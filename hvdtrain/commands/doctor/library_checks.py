@@ -1,7 +1,6 @@
 """Checks of MPI, Horovod and GPUs: one MPI family from the launcher down to Horovod's library, code for each GPU. Pure.
 
-A launcher of one MPI and a library of another start P processes that each run alone: "size 1 under -np 4", in which
-every rank trains its own model.
+A launcher of one MPI and a library of another start P processes that each run alone: "size 1 under -np 4".
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ Found = Iterator[Problem]
 
 
 def family(text: str) -> str:
-    """Return "Open MPI" or "MPICH" (also for what is binary compatible with it) for a library's or launcher's name; or
-    "".
-    """
+    """Return the family in a library's or launcher's name: "Open MPI", "MPICH" (and what is compatible), or ""."""
     lowered = text.lower()
     if "open mpi" in lowered or "openmpi" in lowered:
         return "Open MPI"

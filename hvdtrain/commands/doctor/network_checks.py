@@ -87,8 +87,7 @@ def networks(hosts: Sequence[Facts]) -> Found:
 
 
 def pinned(host: Facts, networks: str) -> str:
-    """Return the options that keep the launcher of ``host`` and its MPI to some networks ("10.0.0.0/24,10.1.0.0/24").
-    """
+    """Return the options that keep the launcher of ``host`` and its MPI to networks ("10.0.0.0/24,10.1.0.0/24")."""
     found = host["mpirun"] if known(host["mpirun"]) else {"flavour": "openmpi", "version": ""}
     if found["flavour"] != "openmpi":
         return f"mpiexec -iface {_interface(host, networks.split(',')[0])}"

@@ -47,8 +47,7 @@ class Offer:
 
 
 def reach(offer: Mapping[str, Any]) -> dict[str, str]:
-    """Try a neighbour's offer; return {"cma": ..., "files": ...}, each "ok", the name of an error, or "other process".
-    """
+    """Try a neighbour's offer; return {"cma", "files"}, each "ok", the name of an error, or "other process"."""
     return {"cma": _told(_read_vm, offer), "files": _told(_read_file, offer)}
 
 

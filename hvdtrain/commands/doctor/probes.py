@@ -90,8 +90,7 @@ _BODIES = {"torch": _TORCH, "tensorflow": _TENSORFLOW, "mpi4py": _MPI, "gpu": _G
 
 
 def program(name: str, horovod: bool = False) -> str:
-    """Return the text of a program: "torch", "tensorflow" (each with its part of Horovod if asked), "mpi4py" or "gpu".
-    """
+    """Return a program: "torch", "tensorflow" (each with its part of Horovod if asked), "mpi4py" or "gpu"."""
     tail = _HOROVOD.format(name=name) if horovod else ""
     return _TELL.format(mark=MARK) + _BODIES[name] + tail + 'tell(at="")\n'
 

@@ -230,8 +230,7 @@ class LaunchCommands:
     def candidates(self, where: Path | None) -> list[HostCandidate]:
         """Return the hosts of now: after a failed attempt host files are read again, and other hosts are asked.
 
-        ``where``: that attempt's folder, which receives the causes that lie in a folder of that name elsewhere; None
-        before the first one.
+        ``where``: that attempt's folder, which receives causes from other hosts; None before the first one.
         """
         if where is not None:
             with contextlib.suppress(UserError):  # somebody may be writing it just now

@@ -31,10 +31,7 @@ Stamp = tuple[int, int]
 
 @dataclass(frozen=True)
 class SupervisedJob:
-    """``words``: what each rank runs. ``out``: the run's folder. ``config``: of ``train``, else None.
-
-    ``first``: the hosts that the user's per-rank lists are for.
-    """
+    """``words``: of each rank. ``out``: the run's. ``config``: of ``train``. ``first``: hosts of per-rank lists."""
 
     words: tuple[str, ...]
     out: Path
@@ -75,8 +72,7 @@ class SupervisedJob:
         return more
 
     def partition_change(self, hosts: tuple[HostSlots, ...]) -> str:
-        """Return how the model is partitioned over the ranks of ``hosts``, in words; "" where the user's is unchanged.
-        """
+        """Return the model's partition over the ranks of ``hosts`` as text; "" where the user's is unchanged."""
         if self.config is None or not self.first or not hosts or not cut_over_ranks(self.config):
             return ""
         return recut(self.config, self.first, hosts).why
@@ -195,10 +191,7 @@ def next_number(out: Path) -> int:
 
 
 class Recut(NamedTuple):
-    """``depths``: ranks of each replica. ``owners``: the former replica that each takes its settings from.
-
-    ``why``: in words, "" where the partition is the user's own.
-    """
+    """``depths``: ranks of replicas. ``owners``: former replicas with their settings. ``why``: text, "": unchanged."""
 
     depths: tuple[int, ...]
     owners: tuple[int, ...]

@@ -41,8 +41,7 @@ class LaunchAttempt:
 
     ``kind``: a value of `causes.KINDS`; ``rank`` -1 and ``host`` "" where they are not known. ``begin`` and ``end``:
     steps finished at its begin and end, in the run's count; -1: none ever. ``checkpoint``: step of the newest one at
-    its end, or -1. ``micro_batch``: largest one of a rank, 0 where it is not known. ``left_out``: hosts that it went
-    without.
+    its end, or -1. ``micro_batch``: largest one of a rank, 0 where it is not known. ``left_out``: hosts.
     """
 
     number: int
@@ -60,8 +59,7 @@ class LaunchAttempt:
 
 @dataclass(frozen=True)
 class HostCandidate:
-    """Host that may be used. ``here``: it is this one; ``keeps``: it has the run's folder, so that rank 0 may be there.
-    """
+    """Host that may be used. ``here``: it is this one; ``keeps``: it has the run's folder, as rank 0 needs."""
 
     host: HostSlots
     answers: bool = True
@@ -158,8 +156,7 @@ def _gained(history: Sequence[LaunchAttempt], at: int) -> bool:
 
 
 def _wait_s(history: Sequence[LaunchAttempt]) -> float:
-    """Return no wait before the first restart and after an attempt that gained a step; else waits that double, bounded.
-    """
+    """Return no wait before the first restart and after a gained step; else waits that double, bounded."""
     idle = 0
     for at in range(len(history) - 1, -1, -1):
         if _gained(history, at):

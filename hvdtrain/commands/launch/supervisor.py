@@ -1,7 +1,4 @@
-"""Supervisor of a job: start it, wait for its end, record the attempt in ``history.jsonl``, start it again.
-
-`hvdtrain.commands.launch.restart_policy` decides.
-"""
+"""Supervisor of a job: start it, wait for its end, record the attempt, start it again by `restart_policy`."""
 
 from __future__ import annotations
 

@@ -17,9 +17,7 @@ Change = Callable[[Any], Any]
 
 @dataclass
 class Edits:
-    """Planned rewrite. ``changes``: by node; ``imports``: lines to add after the imports; ``first``: statements behind
-    those.
-    """
+    """Planned rewrite. ``changes``: by node; ``imports``: lines to add; ``first``: statements behind the imports."""
 
     changes: dict[cst.CSTNode, Change] = field(default_factory=dict)
     imports: list[str] = field(default_factory=list)
@@ -34,8 +32,7 @@ class Edits:
         self.put(node, lambda old: expression(text, old))
 
     def remove(self, line: cst.CSTNode) -> None:
-        """Plan to remove a statement with the comment right above it; its block gets ``pass`` if nothing else is left.
-        """
+        """Plan to remove a statement with the comment right above it; a block with nothing left gets ``pass``."""
         self.put(line, lambda old: Gone(body=[cst.Pass()], leading_lines=_apart(old.leading_lines)))
 
     def __bool__(self) -> bool:
@@ -265,10 +262,7 @@ def comments(nodes: Sequence[cst.CSTNode]) -> list[cst.EmptyLine]:
 
 
 def with_args(call: cst.Call, args: Sequence[cst.Arg], alone: Sequence[cst.Arg] = (), width: int = 0) -> cst.Call:
-    """Return ``call`` with other arguments, separated as it separates its own.
-
-    Those of ``alone`` begin a line each, ``width`` spaces beyond the indentation.
-    """
+    """Return ``call`` with other arguments, separated as before; ``alone``: on own lines, indented by ``width``."""
     if not args:
         return call.with_changes(args=[], whitespace_before_args=cst.SimpleWhitespace(""))
     old = call.args
@@ -355,8 +349,7 @@ HOMES = {"Config": "hvdtrain", "Trainer": "hvdtrain", "DataConfig": "hvdtrain.co
 
 
 class Names:
-    """Local names of hvdtrain in code that is put into a script: ``names["Trainer"]``; ``trainer``: one for a Trainer.
-    """
+    """Local names of hvdtrain in code that is inserted: ``names["Trainer"]``; ``trainer``: one for a Trainer."""
 
     def __init__(self, scan: Scan) -> None:
         self.trainer = "trainer" if "trainer" not in scan.bound else "hvd_trainer"

@@ -1,7 +1,4 @@
-"""Findings about a script, and the rewrite that a rule plans.
-
-Does not edit: ``edit`` does.
-"""
+"""Findings about a script, and the rewrite that a rule plans. Does not edit: ``edit`` does."""
 
 from __future__ import annotations
 
@@ -34,10 +31,7 @@ class Finding:
 
 
 class Refused(Exception):
-    """A rule cannot prove that its edit of a script would be faithful.
-
-    ``elsewhere``: another target accepts the script; the finding is a note then.
-    """
+    """A rule cannot prove its edit faithful. ``elsewhere``: another target takes the script: only a note."""
 
     def __init__(self, line: int, what: str, why: str, do: str, elsewhere: bool = False) -> None:
         super().__init__(what)
@@ -68,10 +62,7 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class OldCall:
-    """A call with another form today. ``edit``: plans that form; None where a person has to choose one.
-
-    ``what``, ``do`` and ``why``: as in `Finding`.
-    """
+    """A call with another form today. ``edit``: plans that form, or None; the rest as in `Finding`."""
 
     node: cst.CSTNode
     what: str

@@ -1,6 +1,4 @@
-"""Hazards of a distributed script, whatever wrote it: data, averages, learning rates, Keras 3; ``ranks`` has the
-others.
-"""
+"""Hazards of a distributed script: data, averages, learning rates, Keras 3; ``ranks`` has the others."""
 
 from __future__ import annotations
 

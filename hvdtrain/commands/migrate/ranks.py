@@ -27,16 +27,13 @@ HOROVOD_APIS = ("hvdtrain.keras", "hvdtrain.tensorflow", "hvdtrain.torch")
 
 
 def is_rank(scan: Scan, node: cst.BaseExpression) -> bool:
-    """Return whether an expression is this process's number: ``hvd.rank()``, ``dist.get_rank()``, a name made of one.
-    """
+    """Return whether an expression is this process's number: ``hvd.rank()``, ``dist.get_rank()``, or its name."""
     return _is(scan, node, RANK_WORDS, ("rank", "local_rank", "get_rank", "get_node_local_rank"), ("RANK",
                                                                                                    "LOCAL_RANK"))
 
 
 def is_size(scan: Scan, node: cst.BaseExpression) -> bool:
-    """Return whether an expression is the number of processes: ``hvd.size()``, ``dist.get_world_size()``, a name of
-    one.
-    """
+    """Return whether an expression is the number of processes: ``hvd.size()``, ``dist.get_world_size()``, a name."""
     return _is(scan, node, SIZE_WORDS, ("size", "local_size", "get_world_size"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
 
 

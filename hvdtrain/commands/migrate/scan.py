@@ -1,6 +1,4 @@
-"""Look-ups in a syntax tree by place and by name. Names mean what the imports and single assignments say; nothing is
-run.
-"""
+"""Look-ups in a syntax tree by place and by name, which imports and single assignments define."""
 
 from __future__ import annotations
 
@@ -141,9 +139,7 @@ class Scan(Tree):
         return any(f"{name}.".startswith(f"{root}.") for _, _, name in self._imported for root in roots)
 
     def dotted(self, node: cst.CSTNode) -> str:
-        """Return the meaning of a name or chain of attributes by the imports (``hvd.rank`` -> ``horovod.torch.rank``),
-        or "".
-        """
+        """Return the meaning of a chain of names by the imports (``hvd.rank`` -> ``horovod.torch.rank``), or ""."""
         text = name_of(node)
         head, _, rest = (text or "").partition(".")
         if head not in self.imports:
@@ -223,8 +219,7 @@ class Scan(Tree):
         return self._uses.get(name, [])
 
     def _is_label(self, node: cst.Name) -> bool:
-        """Return whether ``node`` is an attribute, the keyword of an argument, or the name of a definition or import.
-        """
+        """Return whether ``node`` is an attribute, a keyword, or the name of a definition or import."""
         up = self.parent.get(node)
         if isinstance(up, cst.Attribute) and up.attr is node:
             return True

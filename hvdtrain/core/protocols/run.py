@@ -26,7 +26,6 @@ class StepsLeft(Protocol):
 
     def steps_left(self, cursor: Cursor) -> int | None:
         """Return the steps from ``cursor`` to the end of its epoch; None where that is unknown."""
-        ...
 
 
 class RecordedRun(Protocol):
@@ -46,7 +45,6 @@ class RecordedRun(Protocol):
 
     def note(self, text: str) -> None:
         """Keep a remark for the summary and the log, and print it on rank 0 now."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,9 @@ class Report(Protocol):
 
     def write(self, record: Record) -> None:
         """Take one record; short, since training waits for it."""
-        ...
 
     def close(self) -> None:
         """Write what is still held: the fit has ended, well or not. Called once."""
-        ...
 
 
 class Tracker(Protocol):
@@ -94,11 +90,9 @@ class Tracker(Protocol):
 
     def write(self, record: Record) -> None:
         """Take one record; `hvdtrain.core.records` reads numbers and settings out of it."""
-        ...
 
     def close(self) -> None:
         """Write what is still held: the fit has ended, well or not, or this tracker has failed. Called once."""
-        ...
 
 
 class RunCallback(Protocol[RunT]):
@@ -119,31 +113,24 @@ class RunCallback(Protocol[RunT]):
 
     def hears(self, event: Event) -> bool:
         """Return whether `on` does anything at ``event``."""
-        ...
 
     def listener(self, event: Event) -> Callable[[RunT], None]:
         """Return what is called at ``event``: does what `on` does."""
-        ...
 
     def on(self, event: Event, run: RunT) -> None:
         """Handle ``event``."""
-        ...
 
     def saving(self, run: RunT) -> None:
         """Bring together what `state_dict` will tell, before each save; collective with ``where`` "all"."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state to keep in a checkpoint."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict`."""
-        ...
 
     def restored(self, run: RunT) -> None:
         """Adapt to the run after `load_state_dict`, before each rank gets back its own state (of compressors)."""
-        ...
 
 
 class Launcher(Protocol):
@@ -151,7 +138,6 @@ class Launcher(Protocol):
 
     def command(self, spec: Any) -> tuple[list[str], dict[str, str]]:
         """Return (argv, environment); pure."""
-        ...
 
 
 Read = Callable[[str], Mapping[str, np.ndarray]]
@@ -216,11 +202,9 @@ class Given(Protocol):
         State that all ranks hold alike comes from rank 0. Enters no collective: one rank is asked after the other.
         ``place``: where the values are copied to; those for which it gives None may be views, good until the next step.
         """
-        ...
 
     def rest(self) -> dict[str, Any]:
         """Return the JSON-able rest of the state; asked of rank 0 only, after its `shards`."""
-        ...
 
 
 class Stateful(Given, Protocol):
@@ -228,11 +212,9 @@ class Stateful(Given, Protocol):
 
     def wants(self, heads: Sequence[Head]) -> list[Want]:
         """Return what `load` needs of a checkpoint that holds ``heads``. Errors: `UserError` where it does not fit."""
-        ...
 
     def load(self, read: Read, rest: Mapping[str, Any]) -> str:
         """Undo `shards` and `rest`; return in words what did not fit and starts again, or ""."""
-        ...
 
 
 class Outcome(NamedTuple):
@@ -255,19 +237,15 @@ class Saver(Protocol):
 
     def save(self, step: int, work: Callable[[], None]) -> None:
         """Call ``work``, now or in a thread; an exception that it raises is an outcome."""
-        ...
 
     def settled(self) -> list[Outcome]:
         """Return what has been done or given up since the last call, oldest first."""
-        ...
 
     def wait(self, timeout_s: float) -> bool:
         """Return once nothing is left to do; False where ``timeout_s`` have passed before."""
-        ...
 
     def end(self) -> None:
         """Give back what is kept from save to save."""
-        ...
 
 
 @dataclass
@@ -302,29 +280,21 @@ class RunSaver(Protocol):
 
         Waits for the save before this one, if that is under way.
         """
-        ...
 
     def busy(self) -> bool:
         """Return whether a save is under way on this rank."""
-        ...
 
     def settled(self) -> list[Outcome]:
         """Return what has been written or given up since the last call, oldest first."""
-        ...
 
     def latest(self) -> str:
-        """Return "" or why the latest save, which is over, wrote nothing; what came of those before stays `settled`'s.
-        """
-        ...
+        """Return "" or why the latest save, which is over, wrote nothing; earlier results stay `settled`'s."""
 
     def wait(self) -> None:
         """Return when nothing is left to write or to send; `WaitTimeout` where that takes too long."""
-        ...
 
     def end(self) -> None:
         """Give back memory and channel when the last save is over; the next one has its own. Collective."""
-        ...
 
     def close(self) -> None:
         """Finish a save that is under way, soon, or drop it: a run that ends by an error enters no collective."""
-        ...

@@ -24,7 +24,6 @@ class Handle(Protocol):
 
     def wait(self) -> Array:
         """Return the result; waits for it outside a graph, returns the symbolic tensor inside one."""
-        ...
 
     def done(self) -> bool:
         """Return whether the result is there, without waiting; False where `wait` alone tells."""
@@ -59,28 +58,24 @@ class Collectives(Protocol):
 
         Collective over the group: its members make it at once, and those of several groups in one order.
         """
-        ...
 
     def buffer(self, n: int, dtype: str) -> np.ndarray | None:
         """(n,) zeros that `allreduce` sums without a copy, or None where it has no such memory.
 
         Collective: every rank asks for the same buffers in the same order, before its first exchange.
         """
-        ...
 
     def buffers(self, n: int, dtype: str, slots: int) -> list[np.ndarray]:
         """``slots`` vectors such as `buffer` gives, of which each rank may hand over any; [] without such memory.
 
         Collective, as `buffer`.
         """
-        ...
 
     def looked(self) -> tuple[int, float]:
         """Elements summed since the last call, and the sum of squares over this rank's parts of them.
 
         (0, 0.0) where it squares nothing.
         """
-        ...
 
     def drive(self, exchange: Exchange, outgoing: Callable[[Array], np.ndarray], arrived: Callable[[np.ndarray], Array],
               name: str) -> Handle:
@@ -89,7 +84,6 @@ class Collectives(Protocol):
         ``outgoing``, ``arrived``: its arrays as numpy, and back; called in a thread of the transport's. Only with
         ``drives``.
         """
-        ...
 
     def flight(self, n: int, dtype: str) -> np.ndarray | None:
         """(n,) of the one vector in flight that `reducescatterv` sums without a copy, or None without such memory.
@@ -97,19 +91,15 @@ class Collectives(Protocol):
         The same memory in every call: to be asked for again once the handle of the vector before is done. What it holds
         is left open. Collective where it has to grow. Its sum is in new memory.
         """
-        ...
 
     def allreduce(self, flat_N: Array, name: str, op: str = "sum") -> Handle:
         """Combine over ranks, by sum or by another of ``reductions``: (N,) -> (N,)."""
-        ...
 
     def allgather(self, x_K: Array, name: str) -> Handle:
         """Every rank's vector, by rank: (K,) -> (P, K)."""
-        ...
 
     def alltoall(self, x_PK: Array, name: str) -> Handle:
         """Row p goes to rank p; row q of the result came from rank q: (P, K) -> (P, K)."""
-        ...
 
     def alltoallv(self, flat_N: Array, sent_P: Counts, got_P: Counts, name: str) -> Handle:
         """Consecutive parts go to the ranks, in their order, and the result is the parts that came: (N,) -> (N',).
@@ -117,11 +107,9 @@ class Collectives(Protocol):
         ``sent_P``: elements to each rank, in sum N; ``got_P``: elements from each, in sum N', which equals what that
         rank sends to this one. Numbers, or while TensorFlow traces also int32 tensors, of an int32 ``flat_N``.
         """
-        ...
 
     def reducescatter(self, flat_N: Array, name: str) -> Handle:
         """Return this rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
-        ...
 
     def reducescatterv(self, flat_N: Array, sizes_P: Sequence[int], name: str) -> Handle:
         """Return this rank's part of the sum over ranks: (N,) -> (sizes_P[rank],); N is the sum of ``sizes_P``.
@@ -129,18 +117,15 @@ class Collectives(Protocol):
         Parts lie in the order of the ranks; some may be empty. Added in the order of the ranks, in float32 at least,
         so that every transport gives the same bits.
         """
-        ...
 
     def allgatherv(self, part_K: Array, sizes_P: Sequence[int], name: str) -> Handle:
         """Return the ranks' parts one after the other: (sizes_P[rank],) -> (N,).
 
         What it returns may be memory of the transport's own, good until the next call of this wire.
         """
-        ...
 
     def broadcast(self, x_N: Array, name: str, root: int = 0) -> Handle:
         """``root``'s vector on every rank: (N,) -> (N,)."""
-        ...
 
 
 class Channel(Protocol):
@@ -157,19 +142,15 @@ class Channel(Protocol):
 
     def send(self, x: np.ndarray, to: int, tag: int) -> Handle:
         """Begin to send the contiguous ``x``, which stays as it is until the handle is done."""
-        ...
 
     def receive(self, like: np.ndarray, source: int, tag: int) -> Handle:
         """Begin to receive into the contiguous ``like``, whose dtype and shape the message must have."""
-        ...
 
     def close(self) -> None:
         """End every wait of this rank, in whatever thread, with `hvdtrain.cluster.messages.channel.ChannelClosed`."""
-        ...
 
     def free(self) -> None:
         """Close the channel and give back what it holds; collective, when no message is under way."""
-        ...
 
 
 class PendingMessage(Protocol):
@@ -177,11 +158,9 @@ class PendingMessage(Protocol):
 
     def wait_begun(self) -> None:
         """Wait until it begins to come: until then its sender has not sent it."""
-        ...
 
     def wait(self) -> np.ndarray:
         """Return it, uint8 (n,), in memory that is the receiver's as long as any view of it lives."""
-        ...
 
 
 class Carrier(Protocol):
@@ -201,19 +180,15 @@ class Carrier(Protocol):
 
         Waits while ``room`` messages of that tag there are under way.
         """
-        ...
 
     def take(self, source: int, tag: int) -> PendingMessage:
         """Ask for the next message; it comes while the caller computes. Messages are waited for in this order."""
-        ...
 
     def flush(self) -> None:
         """Wait until all that was put has left this rank."""
-        ...
 
     def free(self) -> None:
         """Give back what it holds; collective, when no message is under way."""
-        ...
 
 
 class SharedCarrier(Protocol):
@@ -284,11 +259,9 @@ class Control(Protocol):
 
     def bcast(self, obj: Any) -> Any:
         """Return rank 0's ``obj`` on every rank."""
-        ...
 
     def gather(self, obj: Any) -> list[Any]:
         """Return the list of every rank's ``obj``, by rank, on every rank."""
-        ...
 
     def send(self, arrays: Sequence[np.ndarray], source: int, target: int | None = None) -> None:
         """Overwrite ``target``'s ``arrays`` with ``source``'s, or every rank's where that is None; no pickling.
@@ -297,38 +270,30 @@ class Control(Protocol):
         small (`hvdtrain.checkpoint.stream.PIECE_BYTES`): without MPI all ranks receive them, and all but
         ``target`` drop them.
         """
-        ...
 
     def sum(self, values_k: np.ndarray) -> np.ndarray:
         """Return the float64[k] sum over ranks, the same bits on every rank."""
-        ...
 
     def agree(self, flag: bool) -> bool:
         """Return True on every rank if any rank's ``flag`` is true (law 6)."""
-        ...
 
     def barrier(self, tag: str, timeout_s: float | None = None) -> None:
         """Return once every rank is here; ``tag`` names the place in the error of a wait that ran out."""
-        ...
 
     def channel(self, longest_sleep_s: float = 200e-6) -> Channel | None:
         """Open a channel between these ranks that threads may use; None where nothing here carries one. Collective.
 
         ``longest_sleep_s``: how long a wait in it sleeps between two looks at most.
         """
-        ...
 
     def carrier(self) -> Carrier | None:
         """Open what carries a pipeline's messages between these ranks; None where nothing here does. Collective."""
-        ...
 
     def shared_carrier(self) -> SharedCarrier | None:
         """Open a carrier among the ranks of this host; None where there is one only, or no shared memory. Collective.
 
         Its memory goes with the last reference to it.
         """
-        ...
 
     def abort(self, code: int) -> None:
         """End every rank at once with exit status ``code``; does not return in a job of several ranks."""
-        ...

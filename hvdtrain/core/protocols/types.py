@@ -77,8 +77,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Shards:
-    """A bucket cut into one shard for each rank that sums it: ``sizes`` in elements, of which ``rank`` is this one's.
-    """
+    """A bucket cut into a shard for each rank that sums it: ``sizes`` in elements; ``rank``: this one's."""
 
     sizes: tuple[int, ...]
     rank: int

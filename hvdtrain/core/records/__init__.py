@@ -4,7 +4,7 @@ import numbers as kinds
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,10 +208,7 @@ checks: list[Callable[[Record], None]] = []
 
 
 class RecordStream:
-    """Gives records to the reports that ``make`` returns, in the order in which they were made.
-
-    On rank 0; elsewhere it makes none. ``latest``: the last record of each event.
-    """
+    """Gives records to the reports of ``make`` in order, on rank 0. ``latest``: the last of each event."""
 
     def __init__(self, make: Callable[[], Sequence[Report]] = list) -> None:
         self.latest: dict[str, Record] = {}
@@ -350,10 +347,10 @@ def settings(record: Record) -> dict[str, bool | int | float | str]:
     """
     if record.event == "start":
         world = {name: record.values.get(name) for name in ("world_size", "hosts", "framework", "wire")}
-        return dict(_plain({**record.values.get("config", {}), **world}))
+        return _simple({**record.values.get("config", {}), **world})
     if record.event == "environment":
         told_by_start = ("differs", "hosts")
-        return dict(_plain({name: value for name, value in record.values.items() if name not in told_by_start}))
+        return _simple({name: value for name, value in record.values.items() if name not in told_by_start})
     return {}
 
 
@@ -376,9 +373,14 @@ def _flat(values: dict[str, Any], rank: str = "") -> Iterator[tuple[str, float]]
                 yield from _flat(ranked, f"/rank{r}")
 
 
-def _plain(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+def _simple(values: dict[str, Any]) -> dict[str, bool | int | float | str]:
+    return {name: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for name, value in flat(values).items()}
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return every value by its dotted name, such as ``optimizer.args.momentum``; an empty section is one value."""
+    found: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _plain(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value if isinstance(value, (bool, int, float, str)) else str(value)
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
+    return found

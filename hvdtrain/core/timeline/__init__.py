@@ -30,7 +30,6 @@ class Taker(Protocol):
 
         ``cause``: one of `CAUSES`, "wait" for the time in an exchange; "": that of the span around it.
         """
-        ...
 
 
 class Timeline:

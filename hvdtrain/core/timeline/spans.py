@@ -19,20 +19,15 @@ MARKS = 5
 
 
 class Profiler(Protocol):
-    """Takes the framework's own events on one rank; a backend's class ``Profiler``.
-
-    ``within_s``: how far its events may be off on the rank's clock, once it has stopped.
-    """
+    """Takes the framework's own events on a rank. ``within_s``: their error on its clock, once stopped."""
 
     within_s: float
 
     def start(self) -> None:
         """Begin. Raises whatever the framework's does, for instance where another profiler is running."""
-        ...
 
     def stop(self) -> list[Span]:
         """End, and return what was found, in seconds of `time.perf_counter`."""
-        ...
 
 
 class Marks:
@@ -85,8 +80,7 @@ class Span(NamedTuple):
 
 
 class SpanRecorder:
-    """Implements `hvdtrain.core.timeline.Taker`: keeps the first ``most`` spans, and counts the others in
-    ``dropped``."""
+    """Implements `hvdtrain.core.timeline.Taker`: keeps the first ``most`` spans, counts others in ``dropped``."""
 
     def __init__(self, most: int) -> None:
         self.spans: list[Span] = []
@@ -116,8 +110,7 @@ MOST, MOST_OF_ALL, LEAST = 2048, 1 << 15, 256
 class Blocked(NamedTuple):
     """This rank stood in the exchange ``name`` of ``step`` from ``begin_s`` to ``end_s`` (`time.perf_counter`).
 
-    ``came_s``: when it had handed over its part, which may be earlier where it went on computing meanwhile. Others wait
-    for that moment.
+    ``came_s``: when it had handed over its part, for which others wait; earlier where it went on computing.
     """
 
     step: int
@@ -129,8 +122,7 @@ class Blocked(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """Many `Blocked`, small to send: ``names`` in use, ``keys_N2`` (step, which name), ``times_N3`` (came, begin, end).
-    """
+    """Many `Blocked`, small to send: ``names``, ``keys_N2`` (step, which name), ``times_N3`` (came, begin, end)."""
 
     names: tuple[str, ...]
     keys_N2: np.ndarray
@@ -186,8 +178,7 @@ class Waits:
 
 
 def split(came_PN: np.ndarray, begin_PN: np.ndarray, end_PN: np.ndarray, within_s: float = 0.0) -> Waits:
-    """Split what P ranks stood in N exchanges; seconds on one clock, good to ``within_s``; NaN where one took no part.
-    """
+    """Split the time of P ranks in N exchanges; one clock, good to ``within_s``; NaN where one took no part."""
     n_ranks = len(came_PN)
     wait_PP, wire_P, own_P = np.zeros((n_ranks, n_ranks)), np.zeros(n_ranks), np.zeros(n_ranks)
     came_PN = np.where(np.isnan(came_PN), -np.inf, came_PN)

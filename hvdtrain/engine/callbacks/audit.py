@@ -227,10 +227,8 @@ class Audit(Callback):
         """Return how far ``turned``'s results are apart, and in which parameter, on the second of them; collective."""
         if own is not None and run.control.rank in turned:
             return own.compared(run.control, *turned)
-        return bystander(run.control, self._vectors(run), *turned)
-
-    def _vectors(self, run: Run) -> int:
-        return len(vectors_of(run.parts.params.specs, run.config.model_parallel > 1))
+        vectors = vectors_of(run.parts.params.specs, run.config.model_parallel > 1)
+        return bystander(run.control, len(vectors), *turned)
 
     def _found(self, run: Run, pair: Pair, guilty: tuple[int, ...], third: int | None, place: int, far: float,
                unsteady: bool) -> Miscomputed:

@@ -166,8 +166,7 @@ def _work(run: Run, batch: Any) -> Callable[[], None]:
 
 def _turns(base: Callable[[], None], option: Callable[[], None],
            work: Callable[[], None]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of ``work`` after ``base`` and after ``option``, in turns, whose order changes; the first does not count.
-    """
+    """Seconds of ``work`` after ``base`` and ``option``, interleaved in changing order, without the first."""
     times: dict[Callable[[], None], list[float]] = {base: [], option: []}
     begin = time.perf_counter()
     for turn in range(MOST_TURNS + 1):

@@ -81,7 +81,7 @@ class AutoWire(Callback):
         if why:
             self._ruled = True
             self._settle(run, transport_choice.by_rule(run.wires.names, why).reason, "rule")
-            self._watch_no_more()
+            self._times = MOST_TIMES
         else:
             self._decide(run)
 
@@ -217,9 +217,6 @@ class AutoWire(Callback):
             run.note(f"collectives auto: {reason}")
         self._base = base
         self._begin(run)
-
-    def _watch_no_more(self) -> None:
-        self._times = MOST_TIMES
 
     def _begin(self, run: Run) -> None:
         self._windows, self._watch = [], StepWatch(0 if self.settled else WARM_STEPS)

@@ -1,7 +1,4 @@
-"""Decide when a checkpoint is due: by its cost, every N steps or seconds, at the end.
-
-Writing in the background is left to `hvdtrain.engine.saving`.
-"""
+"""Decide when a checkpoint is due: by its cost, every N steps or seconds, at the end."""
 
 from __future__ import annotations
 
@@ -87,10 +84,7 @@ class Checkpoint(Callback):
         begin(run)
 
     def told(self, run: Run) -> None:
-        """Say the first time that a checkpoint could not be written, and count it, or end the run, as configured.
-
-        The run can continue, since the checkpoints before are whole.
-        """
+        """Report a first unwritten checkpoint, count it, or end the run, as configured; older ones are whole."""
         for word in run.state.told:
             if word.topic == TOPIC:
                 step, _, error = word.text.partition(" ")

@@ -1,7 +1,4 @@
-"""Compare the ranks' weights every so many steps, and end a run whose ranks train different models.
-
-Digests and the verdict are left to `hvdtrain.engine.weight_checks`.
-"""
+"""Compare the ranks' weights every so many steps, and end a run whose ranks train different models."""
 
 from __future__ import annotations
 

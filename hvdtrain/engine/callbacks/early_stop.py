@@ -44,10 +44,7 @@ def _sign(metric: str, mode: str) -> float:
 
 
 def need_direction(run: Run, metric: str, mode: str, keys: tuple[str, str]) -> None:
-    """Raise `UserError` where ``metric`` may be of an object and nothing says which values of it are better.
-
-    Collective: of a pipeline the last stage alone may know the objects.
-    """
+    """Raise `UserError` for a ``metric`` object of unknown direction. Collective: one stage may know it."""
     undirected, (of_set, slash, rest) = getattr(run.parts.evaluator, "undirected", None), metric.partition("/")
     own = rest if slash and of_set in run.eval_feeds else metric
     if mode == "auto" and not is_known(own) and run.control.agree(undirected is not None and undirected(own)):

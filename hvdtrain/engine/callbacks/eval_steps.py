@@ -1,7 +1,4 @@
-"""Decide after which steps and epochs a run evaluates, and keep over a resume which evaluation was the last.
-
-Measuring is left to `hvdtrain.engine.loop`.
-"""
+"""Decide after which steps and epochs a run evaluates, and remember the last evaluation over a resume."""
 
 from __future__ import annotations
 

@@ -6,13 +6,10 @@ The backends freeze while a model's parts are made, and `hvdtrain.engine.model_c
 from __future__ import annotations
 
 from hvdtrain.core.comparison import plain_name
-from hvdtrain.core.errors import count
+from hvdtrain.core.errors import count, some
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 from hvdtrain.planning.freezing import unfreezing
-
-SHOWN = 3
-"""Names in a note."""
 
 
 class Freeze(Callback):
@@ -35,9 +32,8 @@ class Freeze(Callback):
         self._set = True
         names = facts.set_frozen(epoch)
         if names:  # else the framework's parameters join at the next step, which prints a note
-            shown = ", ".join(map(plain_name, names[:SHOWN]))
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            run.note(f"step {run.state.cursor.step}: {count(len(names), 'unfrozen parameter')} ({shown}{more}) join "
+            shown = some([plain_name(name) for name in names])
+            run.note(f"step {run.state.cursor.step}: {count(len(names), 'unfrozen parameter')} ({shown}) join "
                      "training")
         for caveat in run.parts.caveats() if run.control.size > 1 else ():
             note = f"not independent of the number of ranks: {caveat}"

@@ -195,18 +195,19 @@ class Ledger(Callback):
     def _compare(self, run: Run, samples: int, order_n: np.ndarray | None) -> None:
         """Raise `UserError` on every rank unless the ranks together had the first ``samples`` of ``order_n`` once each.
 
-        ``order_n``: int64[N], or None where it does not matter: all numbers below ``samples``. Each rank adds up its
+        ``order_n``: int64[N], or None where it does not matter: all numbers of the walk's ranges. Each rank adds up its
         part of what there must be.
         """
         control, epoch = control_of_replicas(run.control, run.mesh), self._at[0]
         low, high = (samples * r // control.size for r in (control.rank, control.rank + 1))
-        want = (books.sums_of_range(low, high, epoch) if order_n is None
+        ranges = run.feed.walk.shards.ranges(samples)
+        want = (books.sums_of_ranges(ranges, control.rank, control.size, epoch) if order_n is None
                 else books.sums_of(order_n[low:high], epoch))
         both = control.sum(np.concatenate([books.to_limbs(self._book.sums()), books.to_limbs(want)]))
         got, want = books.from_limbs(both[:books.LIMBS]), books.from_limbs(both[books.LIMBS:])
         if got == want:
             return
-        numbers = np.arange(samples) if order_n is None else order_n[:samples]
+        numbers = np.concatenate([np.arange(*each) for each in ranges]) if order_n is None else order_n[:samples]
         words = books.unlike(got, want, epoch, numbers if samples <= books.MOST_SEARCHED else None)
         self._record(run, epoch, False, got=got.count, want=want.count, words=words)
         again = "start from scratch" if epoch == 0 else f"resume from a checkpoint from before epoch {epoch}"
@@ -231,7 +232,7 @@ class Ledger(Callback):
 def _stream_state(run: Run) -> dict[str, Any] | None:
     """Return the state from which a resumed run reads its stream; None where ranks read different streams."""
     walk, cursor = run.feed.walk, run.state.cursor
-    if not isinstance(walk, StreamWalk) or walk.unlike:
+    if not isinstance(walk, StreamWalk) or walk.unlike or len(walk.shards.taken) > 1:
         return None
     return walk.positions.saved(cursor.epoch, cursor.samples)
 

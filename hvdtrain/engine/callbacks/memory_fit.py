@@ -1,7 +1,4 @@
-"""`micro_batch: auto` and `remat: auto`: fit each rank's share of a step to its memory before the first step.
-
-What one rank decides is left to `hvdtrain.engine.memory_plan`.
-"""
+"""`micro_batch: auto` and `remat: auto`: fit each rank's share to its memory before the first step."""
 
 from __future__ import annotations
 
@@ -92,8 +89,7 @@ class MemoryFit(Callback):
             spared = own.fit.need - own.fit.choice.peak
             run.recovery.guard.estimated = lambda n: memory.imported_bytes() + settling.need(n) - (
                 spared * n // max(1, own.fit.micro_batch))
-        found: list[RankFit] = control.gather(own)
-        return found
+        return control.gather(own)
 
     def _settling(self, run: Run, scene: Any, micro: bool, remat: bool) -> Settling:
         cap = least(run.config.micro_batch_limit, balance_probe.ceiling_of(run, scene.sample(1)) if micro else 0)

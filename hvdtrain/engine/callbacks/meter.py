@@ -1,7 +1,4 @@
-"""The meter: which part of the devices' speed a run uses, and where the rest goes.
-
-Arithmetic and text are left to `hvdtrain.planning.batch.meter`.
-"""
+"""The meter: which part of the devices' speed a run uses, and where the rest goes."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ from hvdtrain.planning.memory.forecast import MemoryFacts
 
 
 class OutOfMemory(Callback):
-    """Writes ``run.shortages``: a record for each time, the same on every rank, and into the log of those that keep
-    one."""
+    """Writes ``run.shortages``: a record for each, the same on every rank, and into the log of those with one."""
 
     where = "all"
 
@@ -56,10 +55,7 @@ def at_its_least(rank: int, shortage: Shortage, ways: str) -> UserError:
 
 
 def tell(run: Run, shortage: Shortage, meets: bool) -> None:
-    """Have all ranks hear of it, at the agreement of this step where they meet in it.
-
-    Errors: `UserError` where they do not, and no smaller size is left.
-    """
+    """Report it to all ranks in this step's agreement; `UserError` without one, or a smaller size."""
     if not meets and shortage.then < 0:
         raise at_its_least(run.control.rank, shortage, "")
     run.tell_all(REPEAT if meets else ALONE, shortage.spelled())
@@ -109,10 +105,7 @@ def recovers(run: Run, shortages_P: Sequence[Sequence[Shortage]]) -> bool:
 
 
 def of_plan(run: Run, rank: int) -> str:
-    """Return what would take less memory, with the bytes that it saves ``rank``, most first; collective.
-
-    "" where nothing is known to help.
-    """
+    """Return what takes less memory, with the bytes that ``rank`` saves, most first, or ""; collective."""
     scene = memory_survey.scene_of(run, backends.load(run.spec.framework))
     plan = plans.agreed_plan(scene, _facts(scene, run.dp))
     found = [(plan.needs_P[rank].total - o.needs_P[rank].total, o.line, o.name) for o in plan.options

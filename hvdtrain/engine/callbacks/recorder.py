@@ -1,7 +1,4 @@
-"""Record the course of a run: start, steps, evaluations, checkpoints, end.
-
-Other callbacks record what they decide or find themselves (`Run.record`).
-"""
+"""Record the course of a run: start, steps, evaluations, checkpoints, end; others use `Run.record`."""
 
 from __future__ import annotations
 

@@ -30,10 +30,7 @@ TOPIC = "seconds"
 
 
 class Seconds(Callback):
-    """Records "seconds" and "clocks". The last of the callbacks: what the others do at the end is counted too.
-
-    ``clocks``: of all ranks, by rank, as they were compared last.
-    """
+    """Records "seconds" and "clocks", as the last callback. ``clocks``: of all ranks, compared last."""
 
     where = "all"
 

@@ -50,8 +50,7 @@ class StageTimes:
 
     @property
     def idle_share(self) -> float:
-        """Part of all ranks' time, without input, update and exchange, in which they waited for other stages or copies.
-        """
+        """Part of all ranks' time, without input, update and exchange, of waiting for other stages or copies."""
         idle_s = math.fsum(spent.idle_s + spent.after_s - self.wire_s for spent in self.ranks)
         busy_s = math.fsum(spent.compute_s for spent in self.ranks)
         return idle_s / (idle_s + busy_s) if idle_s + busy_s > 0 else 0.0

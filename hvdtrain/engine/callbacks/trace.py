@@ -1,7 +1,4 @@
-"""Take a trace of a window of steps on all ranks and write it into the run's directory.
-
-Spans are made by `hvdtrain.core.timeline`.
-"""
+"""Take a trace of a window of steps on all ranks and write it into the run's directory."""
 
 from __future__ import annotations
 

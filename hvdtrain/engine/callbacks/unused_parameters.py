@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdtrain.core.comparison import plain_name
-from hvdtrain.core.errors import count
+from hvdtrain.core.errors import count, some
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.run import Run
 
@@ -46,6 +46,5 @@ class UnusedReport(Callback):
         if run.parts.layout is not None:  # else all ranks have found the same
             names = list(dict.fromkeys(name for row in run.control.gather(names) for name in row))
         if names:
-            shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-            run.note(f"no step so far has used {count(len(names), 'trainable parameter')} ({shown}): "
+            run.note(f"no step so far has used {count(len(names), 'trainable parameter')} ({some(names, SHOWN)}): "
                      "without a gradient they are not updated")

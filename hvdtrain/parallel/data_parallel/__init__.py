@@ -47,8 +47,7 @@ class DataParallelSetup:
 
     @property
     def wires(self) -> dict[str, Collectives]:
-        """Transport of each group that this rank sums buckets with (`Bucket.group`), of a model partitioned over ranks.
-        """
+        """Transport of each group that this rank sums buckets with (`Bucket.group`), of a partitioned model."""
         return {replicas.group.name("grad"): replicas.wire for replicas in self.parts.replicas}
 
     @property
@@ -59,8 +58,7 @@ class DataParallelSetup:
 
     @property
     def decides(self) -> Control | None:
-        """Control plane that decides about updates of a model partitioned over ranks: no rank has all of its gradient.
-        """
+        """Control plane that decides about updates of a partitioned model: no rank has all of its gradient."""
         return self.control if self.parts.layout is not None else None
 
 
@@ -112,10 +110,7 @@ class Undeclared:
 
 
 def _among_replicas(setup: DataParallelSetup) -> DataParallelSetup:
-    """Return ``setup`` for the ranks with the same blocks of a model partitioned over ranks.
-
-    Errors: `UserError` for a user's strategy if any rank is in several groups.
-    """
+    """Return ``setup`` for ranks with the same blocks; `UserError` for a user's strategy in several groups."""
     if setup.config.data_parallel.name not in OWN and setup.control.agree(len(setup.parts.replicas) > 1):
         raise UserError(f"data_parallel {setup.config.data_parallel.name} with replicas of different depth, "
                         "whose ranks are in several groups", f"replicas of one depth, or {' or '.join(OWN)}",

@@ -85,9 +85,7 @@ class Alone:
         self._grads, self._numbers = dict(enumerate(sums)), numbers
 
     def squares(self, grads: Sequence[Array]) -> float:
-        """Return the squares of all gradients; 0 if the device decides by itself, which is not allowed with a shard of
-        the model.
-        """
+        """Return the squares of all gradients; 0 if the device decides by itself, which no shard of a model may."""
         if not len(self._numbers):
             if not self.looks or self.optimizer.looks and self._whole is None:
                 return 0.0

@@ -1,7 +1,4 @@
-"""Compressor, buckets and shards of a run's gradients and state.
-
-`hvdtrain.comm.wires` chooses the transport.
-"""
+"""Compressor, buckets and shards of a run's gradients and state. `comm.wires` chooses the transport."""
 
 from __future__ import annotations
 
@@ -191,9 +188,7 @@ def listed(numbers: Sequence[float]) -> str:
 
 
 def stage_needed(setup: DataParallelSetup) -> int:
-    """Return the lowest stage 0, 1 or 2 that lets the model fit, from a few measured samples; collective. Notes tell
-    why.
-    """
+    """Return the lowest stage 0, 1 or 2 that lets the model fit, from a few samples, with notes; collective."""
     scene, control = setup.scene, setup.control
     if not setup.parts.optimizer.elementwise:
         setup.notes.append("data_parallel.stage auto shards nothing: the optimizer needs whole tensors")

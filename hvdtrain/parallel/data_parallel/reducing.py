@@ -100,10 +100,7 @@ class Whole:
 
     def step(self, optimizer: Optimizer, grads: Sequence[Array], buckets: Sequence[Bucket],
              squares: float, unused: Collection[int] = ()) -> tuple[bool, float]:
-        """Update by ``optimizer``, clipped by the norm of the ranks' ``squares`` together; collective if it clips.
-
-        Returns (finite, norm) as `Optimizer.step`.
-        """
+        """Update by ``optimizer``, clipped, collectively, by all ranks' ``squares``; return (finite, norm)."""
         norm = self.norm(squares) if self._clip_norm > 0 else math.nan
         return optimizer.step(grads, buckets, self._clip_norm, False, norm, unused)
 

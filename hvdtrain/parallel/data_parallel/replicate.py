@@ -1,7 +1,4 @@
-"""Replicated data parallelism: every rank holds the whole model, and gradients are summed over ranks in each step.
-
-`hvdtrain.comm.reducer.reducer` sums the buckets.
-"""
+"""Replicated data parallelism: every rank holds the whole model; gradients are summed in each step."""
 
 from __future__ import annotations
 
@@ -76,8 +73,7 @@ class Replicate(Reducing):
         return self.plan is not None
 
     def use(self, compressor: Compressor) -> None:
-        """Exchange by another compressor, with fresh state, from the next step on; called by all ranks between steps.
-        """
+        """Exchange by another compressor, with fresh state, from the next step on; called by all ranks."""
         old = self.reducer
         self._take(Reducer(old.buckets, compressor, old.collectives, old.ops, old.ops_of_place, old.among))
 
@@ -129,9 +125,7 @@ class Replicate(Reducing):
         self._sums, self._squares = list(sums), float(numbers[0])
 
     def squares(self, grads: Sequence[Array]) -> float:
-        """Return the squares of this rank's share; 0 if the device decides by itself, not allowed with a shard of the
-        model.
-        """
+        """Return the squares of this rank's share; 0 if the device decides by itself, which no shard of a model may."""
         if self._squares is None:
             if not self.looks or self.optimizer.looks and self._whole is None:
                 return 0.0

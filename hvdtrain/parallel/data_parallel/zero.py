@@ -158,9 +158,7 @@ class Zero(Reducing):
             memory.end_mapping()
 
     def buffer(self, bucket: Bucket) -> Array:
-        """Return memory (n,) for a bucket's gradient; in stage 2 that of the transport's bucket in flight, if it has
-        one.
-        """
+        """Return memory (n,) for a bucket's gradient; in stage 2 the transport's bucket in flight, if there is one."""
         if self.retains or not self._in_place or not self.reducer.collectives.host:
             return self.reducer.buffer(bucket)
         ops = self.reducer.wires[bucket.index].ops

@@ -1,7 +1,4 @@
-"""Messages between the ranks of a pipeline: a micro-batch's tensors with a header, and the time of a message.
-
-`hvdtrain.core.protocols.Carrier` moves the bytes.
-"""
+"""Messages between a pipeline's ranks: a micro-batch's tensors with a header, and a message's time."""
 
 from __future__ import annotations
 

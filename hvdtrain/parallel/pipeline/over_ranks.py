@@ -39,8 +39,7 @@ AHEAD = 4
 class OverRanks:
     """`hvdtrain.core.protocols.Schedule` of one rank of a model partitioned over ranks.
 
-    A rank out of memory sends messages that say so in place of tensors, and so do the ranks that receive one: no rank
-    waits in vain.
+    A rank out of memory sends messages that say so in place of tensors, and so do its receivers: no rank waits in vain.
     """
 
     def __init__(self, stage: PipelineStage, layout: Layout, order: Order, post: Post,
@@ -71,8 +70,7 @@ class OverRanks:
         return self._schedule.gradients(batch, scale, sink)
 
     def trial(self, micros: Sequence[Batch]) -> None:
-        """Do the forwards and backwards of a step and discard them; `Buffers.discard` restores buffers. Errors: `Lost`.
-        """
+        """Do a step's forwards and backwards and discard them; `Buffers.discard` restores buffers. Errors: `Lost`."""
         if self._deep:
             lost: Lost | None = None
             try:
@@ -150,10 +148,7 @@ class Ordered:
         return StepGradients(grads, totals, waited_s + time.perf_counter() - begin)
 
     def passes(self, micros: Sequence[Batch], scale: float, step: int) -> tuple[list[Pair], float]:
-        """Do forwards and backwards; return (loss and weight of each micro-batch on the last rank, seconds of waiting).
-
-        Errors: `Lost`.
-        """
+        """Do forwards and backwards; return ((loss, weight) by micro-batch on the last rank, waited s). `Lost`."""
         mesh, post, waited_s, totals = self._layout.mesh, self._post, 0.0, []
         self._stage.begin()
         self._lost, self._moved_s = None, 0.0
@@ -305,10 +300,7 @@ class PipelineEvaluator:
 
 
 def join(parts: ModelParts, control: Control, config: Config, recovery: Recovery) -> OverRanks:
-    """Open the channel of a pipeline and return the schedule over it; ``parts`` evaluate over it too. Collective.
-
-    Errors: `UserError` without a channel from rank to rank.
-    """
+    """Open a pipeline's channel; return the schedule over it, as ``parts`` evaluate. Collective. `UserError`."""
     carrier = control.carrier()
     if carrier is None:
         raise UserError("a pipeline over ranks, without a transport for messages between them", "an MPI "
@@ -323,9 +315,7 @@ def join(parts: ModelParts, control: Control, config: Config, recovery: Recovery
 
 
 class Accumulate:
-    """`hvdtrain.core.protocols.Schedule` over a ``stage`` that is the whole model. ``guard``: refuses micro-batches
-    without memory.
-    """
+    """`hvdtrain.core.protocols.Schedule` of an unpartitioned ``stage``. ``guard``: of memory."""
 
     origin = None
 

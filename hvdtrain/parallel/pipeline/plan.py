@@ -1,7 +1,4 @@
-"""Plans of a partitioned model, and their tables, records and summaries. Pure.
-
-`partition` makes the plans.
-"""
+"""Plans of a partitioned model, and their tables, records and summaries. Pure. `partition` makes them."""
 
 from __future__ import annotations
 
@@ -95,10 +92,7 @@ class Planned(Layout):
     hosts: tuple[str, ...] = ()
 
     def foreseen(self, samples: Sequence[int], micros: Sequence[int]) -> Planned:
-        """Return the layout with predictions for copies that take ``samples`` in ``micros`` micro-batches.
-
-        Time and memory of a block are assumed proportional to its samples.
-        """
+        """Return the layout with predictions for copies of ``samples`` in ``micros``, proportional by block."""
         plans = []
         for plan, n, m in zip(self.plans, samples, micros):
             kinds = tuple(kind.over(n / m, -(-n // m)) for kind in plan.task.kinds) if m else plan.task.kinds
@@ -181,8 +175,7 @@ def measured_text(layout: Planned, busy_s: Sequence[float], step_s: float, idle_
 
 
 def facts(layout: Layout | None, config: Config) -> dict[str, Any] | None:
-    """Return ranks of each copy by stage and blocks of each stage, JSON-able; None for a model that is not partitioned.
-    """
+    """Return ranks of each copy by stage and blocks of each stage, JSON-able; None for an unpartitioned model."""
     if layout is None:
         return None
     copies = range(len(layout.mesh.copies))

@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hvdtrain.core.records import flat
 from hvdtrain.reports.html import headline, story
 from hvdtrain.reports.html.curves import Chart, Series, chart
-from hvdtrain.reports.html.facts import RunFacts, flat, words_of
+from hvdtrain.reports.html.facts import RunFacts, words_of
 from hvdtrain.reports.html.headline import Ending
 from hvdtrain.reports.html.sections.learning import evaluations, standing
 from hvdtrain.reports.html.sections.seconds import DRAWN, MEANING
@@ -118,16 +119,12 @@ def _seconds(runs: Sequence[RunFacts], names: Sequence[str]) -> Section | None:
     if not rows:
         return None
     legend = [(f"c-{cause}", f"{cause}: {MEANING[cause]}", "") for cause in DRAWN if cause in used]
-    return Section(
-        "seconds",
-        "Time breakdown",
-        "Time of all ranks by cause, in percent; on the right the total.",
-        [Bars("", rows, legend)],
-    )
+    return Section("seconds", "Time breakdown", "Time of all ranks by cause, in percent; on the right the total.",
+                   [Bars("", rows, legend)])
 
 
 def _settings(runs: Sequence[RunFacts], names: Sequence[str]) -> Section:
-    configs = [dict(flat(one.config)) for one in runs]
+    configs = [flat(one.config) for one in runs]
     keys = sorted({key for config in configs for key in config})
     rows = [[key, *("" if key not in config else words_of(config[key]) for config in configs)] for key in keys
             if key != "out" and len({words_of(config.get(key)) for config in configs}) > 1]

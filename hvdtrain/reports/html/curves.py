@@ -176,9 +176,8 @@ def chart(title: str, unit: str, lines: Sequence[Series], *, zero: bool = False,
     for line, x, mean, low, high in thinned:
         _draw(drawn, line, x, mean, low, high)
         if not line.faint and len(x):
-            series.append(
-                {"n": line.name, "c": line.color, "x": [_digits(v) for v in x], "y": [_digits(v) for v in mean]}
-            )
+            series.append({"n": line.name, "c": line.color, "x": [_digits(v) for v in x],
+                           "y": [_digits(v) for v in mean]})
     named = {line.name: line.color for line in lines if not line.faint and line.name}
     drawn.legend = list(named.items()) if len(named) > 1 else []
     drawn.x_name = {"step": "steps"}.get(x_name, "")

@@ -1,7 +1,6 @@
 """Everything a page needs to know of a run, from the files in its directory alone.
 
-Owns which file says what, and whether a run is still under way. It works after any crash: no file has to be there but
-the directory itself.
+Owns which file says what, and whether a run is still under way. It works after any crash: no file has to be there.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from hvdtrain.checkpoint.manifest import MANIFEST_NAME
 from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.records import flat
 from hvdtrain.reports import jsonl as history
 from hvdtrain.reports.html.log import Log, RunAttempt, TimeBreakdown, add_up, find, read
 from hvdtrain.reports.html.words import cut, number, whole
@@ -251,17 +251,9 @@ def environment(facts: RunFacts) -> Mapping[str, Any]:
 def differing(config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return key -> (value, default) of a configuration where it differs from the defaults; keys are dotted."""
     plain = json.loads(json.dumps(Config().to_dict(), default=repr))
-    own, defaults = dict(flat(config)), dict(flat(plain))
+    own, defaults = flat(config), flat(plain)
     return {key: (value, defaults.get(key, "(no such key)")) for key, value in own.items()
             if key not in defaults or defaults[key] != value}
-
-
-def flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the leaves of nested mappings as (dotted key, value)."""
-    rows: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        rows += flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [(f"{prefix}{key}", value)]
-    return rows
 
 
 def words_of(value: Any) -> str:

@@ -42,10 +42,7 @@ class LogRecord:
 
 @dataclass
 class Log:
-    """A log: ``events`` in order; ``steps``: column -> numbers [N], with "step", "time" and "order" among them.
-
-    ``passed``: lines that were no records.
-    """
+    """A log: ``events``; ``steps``: column -> numbers [N], also "step", "time", "order"; ``passed``: no records."""
 
     events: list[LogRecord] = field(default_factory=list)
     steps: dict[str, np.ndarray] = field(default_factory=dict)

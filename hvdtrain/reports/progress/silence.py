@@ -53,10 +53,7 @@ def told(method: F) -> F:
 
 
 class Watch:
-    """Looks at one call. ``line``: drawn on where there is a terminal for it, else None.
-
-    ``before_s``: seconds of this process before, where nobody else counts them.
-    """
+    """Looks at one call. ``line``: drawn on a terminal, or None; ``before_s``: uncounted seconds before."""
 
     def __init__(self, kind: str, launched: bool, now: Callable[[], float] = time.monotonic) -> None:
         terminal = line_terminal(kind, launched)

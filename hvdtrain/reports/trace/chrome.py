@@ -152,10 +152,7 @@ class ClockOffset(NamedTuple):
 
 
 class Alignment:
-    """Turns readings of one rank's clock into those of rank 0's.
-
-    ``within_s``: how far `shared_s` may be off at any time from ``before`` to ``after``.
-    """
+    """Turns one rank's clock into rank 0's. ``within_s``: error of `shared_s` from ``before`` to ``after``."""
 
     def __init__(self, before: ClockOffset, after: ClockOffset) -> None:
         self.before, self.after = before, after

@@ -150,8 +150,7 @@ def last_of(courses: Sequence[RankActivity], key: Key) -> tuple[int, float] | No
 
 
 def overlaps(courses: Sequence[RankActivity]) -> list[float | None]:
-    """Return by rank the percent of the exchange of gradients that ran while the rank computed; None: there was none.
-    """
+    """Return by rank the percent of the gradient exchange that ran while the rank computed; None: no exchange."""
     found: list[float | None] = []
     for course in courses:
         sums, beside = [], []

@@ -4,8 +4,7 @@ Owns the names that the key takes, and what is asked of them before a run starts
 (``Csv`` in csv.py), a `hvdtrain.core.protocols.Tracker` made from the run and what stands after a colon; ``MODULE`` and
 ``PACKAGE``, the module that it needs and what pip calls that ("" where the standard library will do); ``ARGUMENT``, a
 pattern of what may stand after a colon, and ``MEANS``, that in words; ``APART_S``, the least seconds between two steps
-that it takes, by what one costs. A file is imported only where its tracker is named, its package only when it has a
-record to take.
+that it takes, by what one costs. A file is imported only where its tracker is named, its package with a record.
 """
 
 from __future__ import annotations

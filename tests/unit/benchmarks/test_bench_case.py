@@ -17,7 +17,7 @@ def about(ranks, rate, held, exchange=None):
 
 def test_one_rank_has_nothing_to_divide():
     assert case.keys([1, 2], ["replicate", "zero2"]) == [(1, "replicate"), (2, "replicate"), (2, "zero2")]
-    assert case.turned([1, 2, 3], 1) == [2, 3, 1]
+    assert case.race.rotated([1, 2, 3], 1) == [2, 3, 1]
 
 
 def test_the_table_is_of_medians_against_the_fewest_ranks():

@@ -243,7 +243,8 @@ def test_a_reader_that_replays_for_long_is_waited_for():
     def work(rank, control):
         feed = Feed(Slow(60, sizes=(2,)), 5, rank=rank, size=2, control=control, readers="host")
         feed.walk.settle()
-        feed.walk._host._timeout_s = feed.walk._host._carrier.timeout_s = 0.6
+        host = feed.walk.readers.host
+        host._timeout_s = host._carrier.timeout_s = 0.6
         cost_s = feed.walk.replay(Cursor(1, 10, 10, 50))
         return [step.n_global for step in feed.epoch(Cursor(1, 10, 10, 50))], cost_s
 

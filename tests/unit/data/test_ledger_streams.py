@@ -40,7 +40,7 @@ def test_positions_of_a_stream_are_checked(size, tmp_path):
 
 def test_streams_of_several_lengths_are_not_checked(tmp_path):
     def work(run):
-        run.feed.walk._data = Lines(N - 20 * run.control.rank)
+        run.feed.walk.reading.data = Lines(N - 20 * run.control.rank)
         return found(run)
 
     with pytest.warns(UserWarning, match="differ in length"):
@@ -65,7 +65,7 @@ class Shuffled(Lines):
 
 def test_streams_that_ranks_shuffle_differently_are_not_verified(tmp_path):
     def work(run):
-        run.feed.walk._data = Shuffled(N)
+        run.feed.walk.reading.data = Shuffled(N)
         got = found(run)
         return got, [note for note in run.notes if note.startswith("ledger: ")], dict(run_summary.rows(run))
 

@@ -69,14 +69,15 @@ def test_several_passes_take_one_list_of_variables():
 def test_a_gradient_that_one_rank_alone_lacks_is_named_in_bounded_time(monkeypatch):
     from types import SimpleNamespace
 
-    from hvdtrain.tensorflow import basics, gradients
+    from hvdtrain import job
+    from hvdtrain.tensorflow import gradients
     from hvdtrain.tensorflow.gradients import DENSE, NONE, GradientItem
 
     def barrier(tag, timeout_s):
         assert timeout_s == gradients.LATE_S
         raise WaitTimeout("rank 1 waited")
 
-    monkeypatch.setattr(basics, "world", lambda: SimpleNamespace(control=SimpleNamespace(barrier=barrier)))
+    monkeypatch.setattr(job, "world", lambda: SimpleNamespace(control=SimpleNamespace(barrier=barrier)))
     monkeypatch.setattr(hvd.global_process_set, "process_set_id", 0)
     a, b = two_variables()
     exchange = gradients.GradientExchange()

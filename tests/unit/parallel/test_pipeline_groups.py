@@ -350,8 +350,8 @@ def test_without_an_exchange_each_copy_trains_by_itself() -> None:
 def test_auto_takes_another_wire_than_horovod_where_a_model_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Horovod would be taken over several hosts, and sums over all ranks of a job."""
     monkeypatch.setattr(wire.boot, "has_mpi", lambda: True)
-    monkeypatch.setattr(wire, "_horovod", lambda *_: pytest.fail("Horovod was asked for"))
-    monkeypatch.setattr(wire, "_mpi", lambda config, notes: NullCollectives(0, 4))
+    monkeypatch.setattr(wire.Wires, "_horovod", lambda *_: pytest.fail("Horovod was asked for"))
+    monkeypatch.setattr(wire.Wires, "_mpi", lambda self, notes: NullCollectives(0, 4))
     notes: list[str] = []
     control, device = SimpleNamespace(rank=0, size=4, agree=bool), SimpleNamespace(kind="cpu")
     backend, two = SimpleNamespace(in_host_memory=lambda: True), SimpleNamespace(hosts=(0, 1))

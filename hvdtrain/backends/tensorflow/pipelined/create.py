@@ -227,10 +227,7 @@ def _check_task(chain: Chain, task: Any, batch: tuple[Any, ...]) -> list[tf.Tens
 
 def measure(chain: Chain, task: Any, config: Config, control: Control, mesh: Mesh, slots: float,
             sample: Callable[[int], Sequence[Any]]) -> DeviceProfile:
-    """Return the profile of this rank's device, one block at a time. ``slots``: an optimizer's slots.
-
-    Errors: `UserError` if one sample of one block does not fit.
-    """
+    """Return this device's profile, block by block, for ``slots``; `UserError` if one sample does not fit."""
     device = placement.HOST if placement.in_host_memory() else "/GPU:0"
     samples = measured_samples(config, mesh)
     blocks, why = profile(chain, sample, samples, device, lambda batch: _input(chain, task, batch), apart=True,

@@ -118,9 +118,7 @@ def _as(variable: Any, kind: type) -> None:
 
 
 def _repeats(initializer: Any) -> bool:
-    """Return whether an initializer gives the same values each time: one of Keras' own without a seed, or with a
-    number.
-    """
+    """Return whether an initializer gives the same values each time: Keras' own, without a seed or with a number."""
     if not isinstance(initializer, keras.initializers.Initializer) or not type(initializer).__module__.startswith(
             "keras."):
         return False

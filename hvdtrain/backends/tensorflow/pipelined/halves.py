@@ -208,6 +208,5 @@ def _lasting(forward: Iterable[Any], graph: Any, variables: Sequence[tf.Variable
 
 
 def _read_anew(op: Any, lasting: Sequence[Any]) -> bool:
-    """Return whether backward can read the result of ``op`` again: a constant, or a variable that only updates change.
-    """
+    """Return whether backward can read ``op``'s result again: a constant, or a variable that only updates change."""
     return op.type == "Const" or op.type == "ReadVariableOp" and any(op.inputs[0] is handle for handle in lasting)

@@ -262,9 +262,7 @@ class Sums:
 
 
 class PartEvaluator(Evaluator):
-    """Implements `hvdtrain.core.protocols.Evaluator` on a rank that may have the last chunk. ``evaluation``: of the
-    whole.
-    """
+    """Implements `hvdtrain.core.protocols.Evaluator` on a rank of a pipeline. ``evaluation``: of the whole."""
 
     def __init__(self, spec: Any, evaluation: Evaluation, class_numbers: ClassNumbers, runs: Runs) -> None:
         super().__init__(evaluation, class_numbers)

@@ -153,8 +153,7 @@ def _hollow(variable: Any, shape: tuple[int, ...] | None = None) -> keras.Variab
 class PartBuffers(GroupBuffers, Buffers):
     """Implements `hvdtrain.core.protocols.Buffers` for ``part``: one `Buffers` for the blocks of each group of ranks.
 
-    ``layers``: of the whole model. ``owners``: of each of the optimizer's variables the trainable variable that it
-    belongs to, or None (the rate).
+    ``layers``: of the whole model. ``owners``: the trainable variable of each of the optimizer's, or None (the rate).
     """
 
     groups: Sequence[Buffers]

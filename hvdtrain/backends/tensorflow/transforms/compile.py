@@ -13,10 +13,7 @@ XLA = "xla"
 
 
 class XlaCompile:
-    """Implements `hvdtrain.core.protocols.Compile`. ``why``: the reason why this run compiles nothing, or "".
-
-    ``remat``: knows what is recomputed, if anything can be.
-    """
+    """Implements `hvdtrain.core.protocols.Compile`. ``why``: nothing compiles, or ""; ``remat``: of the run."""
 
     collective = False
     options: Sequence[str] = (XLA,)
@@ -53,9 +50,7 @@ class XlaCompile:
         return ""
 
     def compiles(self, samples: int) -> bool:
-        """Return whether XLA computes a micro-batch of so many samples: only prepared sizes, so that no step waits for
-        the compiler.
-        """
+        """Return whether XLA computes so many samples: prepared sizes only, so that no step waits for the compiler."""
         if self._preparing:
             self._sizes.add(samples)
         return bool(self.chosen) and samples in self._sizes

@@ -18,10 +18,7 @@ _MARK = "_hvdtrain_split"
 
 
 class Placement:
-    """Implements `hvdtrain.core.protocols.Transform` for the blocks of ``split``.
-
-    Its variables stay on their devices when it is removed: no one device may hold them all.
-    """
+    """Implements `hvdtrain.core.protocols.Transform` for ``split``'s blocks, whose variables keep their devices."""
 
     collective = False
 

@@ -23,8 +23,7 @@ _given: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 class MixedPrecision:
     """Implements `hvdtrain.core.protocols.Transform`: the layers compute in this rank's own type.
 
-    A model built under a policy of the user's keeps it with ``precision`` fp32. ``scale``: the factor of float16
-    losses, for the summary.
+    A model built under a policy of the user's keeps it with ``precision`` fp32. ``scale``: of float16 losses.
     """
 
     collective = False
@@ -57,10 +56,7 @@ class MixedPrecision:
 
 
 def compute_in(model: keras.Model, own: str) -> None:
-    """Let ``model``, which has its variables, compute in ``own``; "fp32": in its own types, as it was built.
-
-    Errors: `UserError` for variables that are not float32.
-    """
+    """Let built ``model`` compute in ``own`` ("fp32": its own types); `UserError` for variables not float32."""
     _swap(model)
     if own == "fp32":
         return

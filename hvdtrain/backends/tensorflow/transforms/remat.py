@@ -28,11 +28,9 @@ class Measures(Protocol):
 
     def forward(self, batch: Batch) -> recompute.Recording:
         """Return which blocks a training forward pass of ``batch`` calls."""
-        ...
 
     def measure(self, batch: Batch) -> dict[str, BlockCost]:
         """Return the cost of each block that a step on ``batch`` calls."""
-        ...
 
 
 class Remat:

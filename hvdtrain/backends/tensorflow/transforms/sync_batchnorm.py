@@ -29,8 +29,7 @@ class Across:
     Its collectives are nodes of the graph of forward and backward, which Horovod pairs by name: every rank runs the
     same graphs the same number of times (`hvdtrain.data.feed`, ``even_micros``). While this rank has no samples, its
     dummy batch counts for nothing (`hvdtrain.data.weighting`). ``several``: a step may have several micro-batches.
-    ``active``: there are such layers and ranks. ``local``: graphs that are traced meanwhile take moments over own
-    samples only.
+    ``active``: there are such layers and ranks. ``local``: graphs traced meanwhile take own moments only.
     """
 
     collective = True
@@ -94,8 +93,7 @@ class Across:
 
     def _moments(self, layer: Any, name: str, x: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
         if self.local:
-            plain: tuple[tf.Tensor, tf.Tensor] = type(layer)._moments(layer, x, mask)
-            return plain
+            return type(layer)._moments(layer, x, mask)
         graph = tf.compat.v1.get_default_graph()
         if hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
             raise through_trace(UserError(

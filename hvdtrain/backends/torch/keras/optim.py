@@ -1,20 +1,18 @@
 """The optimizer that a Keras model was compiled with, as an optimizer of PyTorch.
 
-Warm-up, scaling and schedules are `hvdtrain.backends.torch.optimizer.TorchOptimizer`'s; the update is Keras' own
-``apply``.
+Warm-up, scaling and schedules are `hvdtrain.backends.torch.optimizer.TorchOptimizer`'s; updates are Keras'.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import torch
 
-from hvdtrain.backends.keras.facts import apply_gradients
+from hvdtrain.backends.keras.facts import apply_gradients, refuse_own_work
 from hvdtrain.backends.torch.keras import without_tensorflow
 from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
@@ -200,16 +198,7 @@ def _slots(own: keras.optimizers.Optimizer, variables: list[Any]) -> list[dict[s
 
 def _refuse(own: keras.optimizers.Optimizer) -> None:
     """Raise `UserError` for an optimizer that would repeat the run's own work, or whose rate cannot be read."""
-    distributed = sys.modules.get("hvdtrain.keras.exchange")
-    if distributed is not None and distributed.exchange_of(own) is not None:
-        raise UserError("the optimizer is a DistributedOptimizer, and Trainer.fit exchanges gradients itself",
-                        "a plain optimizer", "compile with the optimizer inside it")
-    if isinstance(own, keras.optimizers.LossScaleOptimizer) or getattr(own, "loss_scale_factor", None):
-        raise UserError("the optimizer scales the loss", "one that does not",
-                        "compile without mixed_float16 and loss_scale_factor")
-    if getattr(own, "gradient_accumulation_steps", None):
-        raise UserError("the optimizer accumulates gradients (gradient_accumulation_steps)", "one that does not",
-                        "set accumulate in the configuration, which every rank shares")
+    refuse_own_work(own)
     held = own._learning_rate
     if not isinstance(held, (keras.Variable, keras.optimizers.schedules.LearningRateSchedule)):
         raise UserError("the compiled optimizer's rate is a function", "a number or one of Keras' schedules",

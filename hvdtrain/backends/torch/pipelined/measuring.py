@@ -26,10 +26,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def chain(spec: Any) -> Named:
-    """Return the named blocks of a model; of one whose file names none its children, which `check` tests.
-
-    A child that is an `nn.Sequential` itself stands for its own children.
-    """
+    """Return the named blocks of a model, else its children, an `nn.Sequential`'s in its place."""
     model = spec.model
     if isinstance(model, Blocks):
         return list(model.named_children())
@@ -177,10 +174,7 @@ class ByBlock:
                             "without a dot", "fix block_names in the model file")
 
     def block(self, name: str) -> torch.nn.Module:
-        """Return a block and restore generators. Errors: `UserError` for one that has other weights than before.
-
-        The generators are in another state each time.
-        """
+        """Return a block and restore generators. Errors: `UserError` for one with other weights than before."""
         self._built += 1
         with placement.seeded_apart(self._built):
             block = self._build(name)

@@ -3,8 +3,7 @@
 A model is built on the device "meta", where tensors have shapes and no values, while every operation is recorded.
 `Tape.fill` replays on the host the operations that the wanted tensors come from, in the builder's order; of the others
 it draws the random numbers alone, so that the generator advances as in the builder. So a rank gets some blocks of a
-model to the bit, and never holds the rest. A builder that looks at values, or has generators of its own, raises
-`Inexact`.
+model to the bit, and never holds the rest. A builder that looks at values, or has own generators, raises `Inexact`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""torch.compile block by block, and convolutions in channels_last (the key ``compile``).
-
-Weights keep their memory; the module tree, its names and its hooks stay.
-"""
+"""torch.compile block by block, and convolutions in channels_last (the key ``compile``)."""
 
 from __future__ import annotations
 
@@ -22,6 +19,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.backends.torch.memory import out_of_memory
+from hvdtrain.core.errors import some
 from hvdtrain.planning.compile_choice import shortened
 
 CHANNELS_LAST, COMPILED = "channels_last", "compiled"
@@ -160,11 +158,7 @@ def _users_own(module: torch.nn.Module) -> bool:
 def grouped(left: dict[str, str]) -> str:
     """Return the blocks that are left with the reasons, those of one reason together; "" where none is."""
     reasons = dict.fromkeys(filter(None, left.values()))
-    return "; ".join(f"{_names([n for n, why in left.items() if why == reason])} ({reason})" for reason in reasons)
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return "; ".join(f"{some([n for n, why in left.items() if why == reason])} ({reason})" for reason in reasons)
 
 
 def _channels_last(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,7 +1,4 @@
-"""Computing in 16 bits with PyTorch: autocast around the model, float32 for the loss, the scale of the loss.
-
-Parameters stay float32, and autograd gives them float32 gradients.
-"""
+"""Computing in 16 bits with PyTorch: autocast around the model, float32 for the loss, the loss scale."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Activation checkpointing of blocks (the key ``remat``): which blocks, and whether they compute the same again.
-
-The second pass itself is `hvdtrain.backends.torch.recompute`'s.
-"""
+"""Activation checkpointing of blocks (the key ``remat``): which blocks, and whether they compute the same."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from hvdtrain.backends.torch.recompute import OUTSIDE, Block, Check, Clock, Fram
 from hvdtrain.backends.torch.snapshot import Generators, Modules, attributes, attributes_kept
 from hvdtrain.backends.torch.stage import TorchStage
 from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm
-from hvdtrain.core.errors import UserError
+from hvdtrain.core.errors import UserError, some
 from hvdtrain.core.protocols import Batch, BlockCost
 
 Named = Sequence[tuple[str, torch.nn.Module]]
@@ -33,8 +30,7 @@ ROUNDS = 3
 class RecomputedForward:
     """Replacement of a block's forward pass; ``beneath``: the one it replaced, None for the class's own.
 
-    ``storages``: notes what the block saves while it is measured. Copies and pickles of the block have the forward pass
-    beneath.
+    ``storages``: notes what the block saves while it is measured. Copies and pickles have the forward pass beneath.
     """
 
     def __init__(self, module: torch.nn.Module, block: Block) -> None:
@@ -219,8 +215,7 @@ def _compiled(module: Any) -> bool:
 
 
 def _hook(module: torch.nn.Module) -> str:
-    """Return the name of a user's hook; "" without one. Old spectral and weight norms are hooks, and channels_last is.
-    """
+    """Return the name of a user's hook; "" without one. Old spectral and weight norms are hooks."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     for hook in hooks:
         home = getattr(hook, "__module__", None) or type(hook).__module__
@@ -255,8 +250,7 @@ class Trial:
     other gradients each time, gradients do not count.
 
     ``computing``: a context that computes a batch's gradients, available within it, and restores buffers and
-    generators. ``recomputing``: a context within which some blocks are recomputed. ``states``: the random generators'
-    by name.
+    generators. ``recomputing``: a context in which some blocks are recomputed. ``states``: of generators, by name.
     """
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str], computing: Computing, recomputing: Recomputing,
@@ -297,8 +291,7 @@ class Trial:
             return one.error
         wrong = [words for words in one.differs(plain) if words not in noise]
         if wrong:
-            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            return f"recomputation changes values: {', '.join(wrong[:3])}{more}"
+            return f"recomputation changes values: {some(wrong)}"
         if name in one.check.differ:
             return "it saves different values for backward when recomputed"
         return ""
@@ -337,10 +330,7 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Return whether two values are equal: tensors and arrays to the bit, numbers, words and containers of such.
-
-    Anything else counts as equal where it is of one type.
-    """
+    """Return whether tensors, arrays, numbers, texts and containers are equal, or other values of one type."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return same_bits(one, other)
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):

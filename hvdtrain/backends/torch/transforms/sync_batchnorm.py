@@ -117,8 +117,9 @@ class SyncBatchNorm:
 def release(model: torch.nn.Module) -> None:
     """Make every layer torch's own again: a model may come from a run with other ranks."""
     for module in model.modules():
-        if isinstance(module, Synchronised):
-            module.__class__ = module.plain
+        plain = vars(type(module)).get("plain")  # none of `hvdtrain.torch.SyncBatchNorm`
+        if plain is not None:
+            module.__class__ = plain
 
 
 def layers(model: torch.nn.Module) -> list[tuple[str, _BatchNorm]]:
@@ -139,17 +140,20 @@ def layers(model: torch.nn.Module) -> list[tuple[str, _BatchNorm]]:
 
 
 class Synchronised(_BatchNorm):
-    """Base that `SyncBatchNorm.install` puts before a BatchNorm layer's own class; a copy or a pickle is a plain one.
-    """
+    """Base that `SyncBatchNorm.install` puts before a BatchNorm's own class; a copy or pickle is a plain one."""
 
     plain: type
     wire_name: str
-    across: SyncBatchNorm
+    across: Any  # `SyncBatchNorm`, or what has its members
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise (B, C) or (B, C, ...), B = 0 included; outside training as torch does."""
         if not self.training or self.across.local:
             return _BatchNorm.forward(self, x)
+        return self.jointly(x)
+
+    def jointly(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise by the statistics of all ranks, and track them."""
         self._check_input_dim(x)
         with torch.autocast(x.device.type, enabled=False):
             mean_C, var_C, n = self.across.moments(lambda: self._statistics(x.detach()))
@@ -166,7 +170,7 @@ class Synchronised(_BatchNorm):
             var_C, mean_C = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), _dims(x), correction=0)
             own_K[:] = torch.cat([mean_C.double(), var_C.double() * own, own_K.new_full((1,), own)])
         rows_PK = self.across.gather(own_K, f"{self.wire_name}.forward")
-        n_P1, mean_PC, squares_PC = rows_PK[:, -1:], *rows_PK[:, :-1].chunk(2, dim=1)
+        mean_PC, squares_PC, n_P1 = rows_PK.tensor_split((x.shape[1], 2 * x.shape[1]), dim=1)
         n = _sum_rows(n_P1)
         if own <= 1 and float(n) <= 1:  # seldom looked at: reading a number waits for the device
             raise UserError(f"BatchNorm {self.wire_name[3:]!r} with {int(n)} value per channel over all ranks",
@@ -231,8 +235,7 @@ class _Normalise(torch.autograd.Function):
 
 def _plain_copy(plain: Any) -> torch.nn.Module:
     """Return an empty layer of torch's own class, whose state follows."""
-    module: torch.nn.Module = plain.__new__(plain)
-    return module
+    return plain.__new__(plain)
 
 
 def _settle(x: torch.Tensor) -> None:
@@ -252,10 +255,7 @@ def _along(x_C: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_rows(x_PC: torch.Tensor) -> torch.Tensor:
-    """Sum (P, C) -> (C,): the second half of the rows is added to the first until one is left.
-
-    Each addition stands alone, so that ranks on different devices get the same bits.
-    """
+    """Sum (P, C) -> (C,), halves of the rows onto each other: the same bits on different devices."""
     while len(x_PC) > 1:
         half = (len(x_PC) + 1) // 2
         x_PC = torch.cat([x_PC[:len(x_PC) - half] + x_PC[half:], x_PC[len(x_PC) - half:half]])

@@ -1,7 +1,4 @@
-"""Verdict of the watchdog on ranks that stand still, hang or are gone, from what is seen of them at each look.
-
-Pure: the clock and all that is seen are handed in.
-"""
+"""Verdict of the watchdog on ranks that stand still, hang or are gone. Pure: sights and clock are arguments."""
 
 from __future__ import annotations
 
@@ -87,10 +84,7 @@ class _Clock:
 
 @dataclass
 class Judge:
-    """Looks again and again at the ranks of a host.
-
-    ``bound_s``: longest time for which a rank may stand still. ``pause_s``: usual time between two looks.
-    """
+    """Looks at the ranks of a host every ``pause_s``. ``bound_s``: longest time that a rank may stand still."""
 
     bound_s: float
     pause_s: float
@@ -109,8 +103,7 @@ class Judge:
                 or self._hung(passed_s, sights, others))
 
     def passed(self, now: float) -> float:
-        """Return the seconds since the last look, at most two pauses: time that the watchdog itself did not see accuses
-        nobody."""
+        """Return the seconds since the last look, at most two pauses: what the watchdog did not see accuses nobody."""
         return 0.0 if self._last is None else min(max(now - self._last, 0.0), 2 * self.pause_s)
 
     def pending(self, now: float) -> bool:
@@ -133,10 +126,7 @@ class Judge:
         return WatchdogVerdict("lost", first, 0.0)
 
     def _frozen(self, passed_s: float, sights: Sequence[Sight], others: Others) -> WatchdogVerdict | None:
-        """Judge ranks that a signal has stopped for longer than the bound.
-
-        All ranks stopped at once were stopped on purpose: with Ctrl-Z, or by a scheduler that suspends jobs.
-        """
+        """Judge ranks stopped by a signal beyond the bound; all at once were stopped on purpose, as by Ctrl-Z."""
         stopped = [sight for sight in sights if sight.stopped]
         alive = [sight for sight in sights if not sight.gone]
         everyone = len(stopped) == len(alive) and (

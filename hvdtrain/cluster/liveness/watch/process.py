@@ -146,10 +146,8 @@ class Watcher:
             return False
         if self.bound_s:
             self._look(now)
-        return not alive and self.ends_at is None and not self.judge.pending(now) and self._over(now)
-
-    def _over(self, now: float) -> bool:
-        return self.came or now - self.began > EMPTY_S
+        over = self.came or now - self.began > EMPTY_S
+        return not alive and self.ends_at is None and not self.judge.pending(now) and over
 
     def _hear(self, ready: list[int]) -> None:
         """Take in what has come: ranks, messages, and the ends of processes."""

@@ -138,8 +138,7 @@ def why(verdict: WatchdogVerdict, bound_s: float) -> str:
 
 
 def _stacks(rank: Any) -> str:
-    """Return the stacks of a rank's threads, as its handler writes them: C code that needs no lock of the interpreter.
-    """
+    """Return the stacks of a rank's threads, as its handler writes them without the interpreter's lock."""
     number = stacks_signal()
     if not catches(rank.pid, number):
         return ""

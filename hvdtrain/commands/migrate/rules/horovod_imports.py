@@ -1,7 +1,4 @@
-"""Move the imports of Horovod's APIs to hvdtrain's modules of the same names.
-
-Leaves the whole script as it was where hvdtrain lacks a name that it uses.
-"""
+"""Move imports of Horovod's APIs to hvdtrain's modules of the same names, if hvdtrain has all names."""
 
 from __future__ import annotations
 
@@ -164,8 +161,7 @@ def _import_from(scan: Scan, node: cst.ImportFrom, made: Rewrite) -> bool:
 
 
 def _public(module: str, name: str) -> str:
-    """Return the public module that has ``name``, for one of Horovod's private ones (``horovod.tensorflow.mpi_ops``).
-    """
+    """Return the public module of ``name``, for a private one of Horovod's (``horovod.tensorflow.mpi_ops``)."""
     package, _, inner = module.rpartition(".")
     return package if package in ("horovod.tensorflow", "horovod.torch") and inner in PRIVATE else module
 

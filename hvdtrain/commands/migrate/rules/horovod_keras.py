@@ -1,7 +1,4 @@
-"""Scripts of Horovod's Keras and TensorFlow APIs: the imports move, names and arguments stay.
-
-Where hvdtrain lacks a name that the script uses, the whole script stays as it was.
-"""
+"""Scripts of Horovod's Keras and TensorFlow APIs: imports move, if hvdtrain has all names."""
 
 from __future__ import annotations
 

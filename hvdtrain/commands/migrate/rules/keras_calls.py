@@ -28,9 +28,7 @@ DATASET = ("a tf.data.Dataset that is more than from_tensor_slices, shuffle, bat
 
 @dataclass(frozen=True)
 class Chain:
-    """``Dataset.from_tensor_slices((x, y)).shuffle(n).batch(b)``. ``seeded``: by a seed of its own; ``drops``: a short
-    last batch.
-    """
+    """``Dataset.from_tensor_slices((x, y)).shuffle(n).batch(b)``. ``seeded``: itself; ``drops``: a short batch."""
 
     shuffled: bool
     seeded: bool
@@ -48,9 +46,7 @@ def compiles(scan: Scan) -> list[cst.Call]:
 
 
 def models(scan: Scan) -> set[str]:
-    """Return texts that stand for a compiled model: ``model``, ``self.net``, and names made by functions that compile
-    one.
-    """
+    """Return texts that stand for a compiled model: ``model``, ``self.net``, names made by compiling functions."""
     assert isinstance(scan, Scan)
     found: set[str] = set()
     makers: set[str] = set()

@@ -167,9 +167,7 @@ def _fit(scan: Scan, made: Rewrite, call: cst.Call, datasets: set[str]) -> None:
 
 
 def _new_fit(new: cst.Call, where: dict[str, int], width: int) -> cst.Call:
-    """Return ``fit`` with its arguments changed; ``where``: index of each by name; ``width``: columns up to its
-    arguments.
-    """
+    """Return ``fit`` with changed arguments; ``where``: index of each by name; ``width``: columns before them."""
     if isinstance(new.whitespace_before_args, cst.ParenthesizedWhitespace):
         width = len(new.whitespace_before_args.last_line.value)
     by_index = {index: name for name, index in where.items()}

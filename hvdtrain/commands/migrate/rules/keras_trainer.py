@@ -93,8 +93,7 @@ def _refuse(scan: Scan, call: cst.Call, where: dict[str, int]) -> None:
 
 
 def _batch(scan: Scan, call: cst.Call, where: dict[str, int]) -> str:
-    """Return the code of the batch size, of ``fit`` or of the dataset's own ``batch``; "" where it is not visible.
-    """
+    """Return the code of the batch size, of ``fit`` or of the dataset's ``batch``; "" where it is not visible."""
     size = call.args[where["batch_size"]].value if "batch_size" in where else None
     if size is not None and not (isinstance(size, cst.Name) and size.value == "None"):
         return scan.code(size)
@@ -128,9 +127,7 @@ def _endless(scan: Scan, made: Rewrite, data: cst.BaseExpression) -> None:
 
 
 def _legible(scan: Scan, size: cst.BaseExpression, at: cst.CSTNode) -> str:
-    """Return the code of ``size`` that means the same at ``at``: a number, or names of the module; "" for anything
-    else.
-    """
+    """Return the code of ``size`` that means the same at ``at``: a number, or names of the module; else ""."""
     if isinstance(scan.value(size), cst.Integer):
         return scan.code(size if scan.scope(size) is scan.scope(at) else scan.value(size))
     names = [node for node in scan.inner(size) if isinstance(node, cst.Name)]

@@ -1,7 +1,4 @@
-"""Scripts of tf.distribute's MirroredStrategy and MultiWorkerMirroredStrategy with ``fit``.
-
-A loop of the script's own (``strategy.run``) stays as it is.
-"""
+"""Scripts of tf.distribute's (MultiWorker)MirroredStrategy with ``fit``; own loops stay as they are."""
 
 from __future__ import annotations
 
@@ -101,8 +98,7 @@ def _use(scan: Scan, made: Rewrite, use: cst.Name, to_trainer: bool) -> None:
 
 
 def _tf_config(scan: Scan, made: Rewrite, to_trainer: bool) -> None:
-    """Plan to remove lines that write TF_CONFIG; ``len(config["cluster"]["worker"])`` of one that was read is the size.
-    """
+    """Plan to remove lines that write TF_CONFIG; the number of workers of one that was read is the size."""
     for node in scan.all(cst.Assign):
         if len(node.targets) == 1 and _is_tf_config(scan, node.targets[0].target):
             made.edits.remove(sole(scan, node))

@@ -46,14 +46,9 @@ def _attempts(facts: RunFacts) -> Table:
         if not one.ended_well and not going:
             marked.add(i)
     left = len(facts.attempts) - len(shown)
-    return Table(
-        "Attempts",
-        ["", "began", "lasted", "ranks", "steps", "repeated", "ended by", "details"],
-        rows,
-        marked=frozenset(marked),
-        words=frozenset({6, 7}),
-        note=f"{left} earlier ones are not listed." if left else "",
-    )
+    return Table("Attempts", ["", "began", "lasted", "ranks", "steps", "repeated", "ended by", "details"], rows,
+                 marked=frozenset(marked), words=frozenset({6, 7}),
+                 note=f"{left} earlier ones are not listed." if left else "")
 
 
 def _saves(facts: RunFacts) -> Table | None:

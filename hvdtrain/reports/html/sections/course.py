@@ -58,15 +58,8 @@ def _attempts(facts: RunFacts, axis: TimeAxis) -> Lane:
               f"{which}: shutdown after the last step, {duration(end_s - stop_s)}")
         again_s = _time_at(facts, one.order, one.step_end - one.lost) if one.lost else math.nan
         if math.isfinite(again_s):
-            _span(
-                lane,
-                axis,
-                again_s,
-                stop_s,
-                "again",
-                f"{count(one.lost, 'step')} of attempt {one.number} that were "
-                "in no checkpoint and were repeated",
-            )
+            _span(lane, axis, again_s, stop_s, "again", f"{count(one.lost, 'step')} of attempt {one.number} that were "
+                  "in no checkpoint and were repeated")
         if not one.ended_well and not going:
             words = f"{one.fault}: {one.words}" if one.cause else "ended without a message"
             lane.ticks.append(TimelineSpan(axis.at(one.fault_s), 0.0, "failed",

@@ -51,15 +51,8 @@ def _tables(decided: dict[str, Any], title: str, what: str) -> list[Table]:
                             note=f"The measurement took {duration(number(decided.get('sweep_s')))}."))
     refused = decided.get("refused")
     if isinstance(refused, dict) and refused:
-        tables.append(
-            Table(
-                "Not used",
-                [what, "why"],
-                [[str(k), cut(v or "", 200)] for k, v in refused.items() if v],
-                folded=True,
-                words=frozenset({1}),
-            )
-        )
+        tables.append(Table("Not used", [what, "why"], [[str(k), cut(v or "", 200)] for k, v in refused.items() if v],
+                            folded=True, words=frozenset({1})))
     links = decided.get("links")
     if isinstance(links, dict) and links and all(isinstance(one, dict) for one in links.values()):
         names = list(dict.fromkeys(key for one in links.values() for key in one))

@@ -27,17 +27,6 @@ def make(facts: RunFacts) -> Section | None:
     rows = [[clock(times[0]) if times else "", f"{len(times)}\N{MULTIPLICATION SIGN}" if len(times) > 1 else "", text]
             for text, times in found.items()]
     left = len(rows) - MOST
-    return Section(
-        "remarks",
-        "Notes and warnings",
-        f"{count(len(rows), 'note')}, as printed during the run.",
-        [
-            Table(
-                "",
-                ["at", "", "note"],
-                rows[:MOST],
-                words=frozenset({2}),
-                note=f"{left} more are in log.jsonl." if left > 0 else "",
-            )
-        ],
-    )
+    return Section("remarks", "Notes and warnings", f"{count(len(rows), 'note')}, as printed during the run.",
+                   [Table("", ["at", "", "note"], rows[:MOST], words=frozenset({2}),
+                          note=f"{left} more are in log.jsonl." if left > 0 else "")])

@@ -83,11 +83,8 @@ def _latest(facts: RunFacts, samples: list[float]) -> Bars:
     rows = [bar(facts.who(r), {f"k{r % COLORS}": samples[r]}, full, {f"k{r % COLORS}": facts.who(r)},
                 f"{short(samples[r])} samples", percent(100 * samples[r] / total)) for r in order]
     hidden = len(samples) - len(rows)
-    return Bars(
-        "Samples of a step in the latest plan",
-        rows,
-        note=f"{count(hidden, 'rank')} with fewer samples are not drawn." if hidden > 0 else "",
-    )
+    return Bars("Samples of a step in the latest plan", rows,
+                note=f"{count(hidden, 'rank')} with fewer samples are not drawn." if hidden > 0 else "")
 
 
 def _without(facts: RunFacts) -> Table | None:
@@ -96,9 +93,8 @@ def _without(facts: RunFacts) -> Table | None:
     gains, without = found.get("ranks"), found.get("without_s")
     if not isinstance(gains, list) or not any(number(one) == number(one) for one in gains):
         return None
-    order = sorted(
-        range(len(gains)), key=lambda r: -(number(gains[r]) if number(gains[r]) == number(gains[r]) else -1e9)
-    )
+    order = sorted(range(len(gains)),
+                   key=lambda r: -(number(gains[r]) if number(gains[r]) == number(gains[r]) else -1e9))
     step_s = number(found.get("step_s"))
     rows = []
     for r in order[:MOST]:
@@ -107,10 +103,6 @@ def _without(facts: RunFacts) -> Table | None:
         said = "unknown" if gain != gain else f"{gain:+.0f} %"
         rows.append([f"without {facts.who(r)}", said, duration(then), duration(step_s)])
     marked = frozenset(i for i, r in enumerate(order[:MOST]) if number(gains[r]) >= 1.0)
-    return Table(
-        "Estimated run without one of its ranks",
-        ["", "speed of the rest", "step without the rank", "step now"],
-        rows,
-        marked=marked,
-        note="A positive number: with the same global batch the run would be faster without the rank.",
-    )
+    return Table("Estimated run without one of its ranks",
+                 ["", "speed of the rest", "step without the rank", "step now"], rows, marked=marked,
+                 note="A positive number: with the same global batch the run would be faster without the rank.")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import race, throttle
-from benchmarks.forecast_rank import ours_row
+from benchmarks.forecast_rank import ACCUMULATE, ours_row
 from benchmarks.jobs import GRACE_S, Job, JobFailed
 from benchmarks.throttle import Throttle
 from benchmarks.workloads import FILES, WORKLOADS
@@ -195,7 +195,7 @@ def predict(calibrated: Mapping[str, Any], row: str, blocks: Mapping[str, Any] |
     updates = 1 if asked["kind"] == "whole" else 1 / size  # each rank has a part of the parameters, or of their state
     updates_P = [_mean(run["phases"][rank]["update"] for run in runs) * updates for rank in range(size)]
     if zero and (shard := calibrated["transports"][asked["wire"]].get("shard")):
-        updates_P = [slower * update_s for update_s, _ in shard["times_P"]]
+        updates_P = [_at_the_pace(calibrated, shard, slower) * update_s for update_s, _ in shard["times_P"]]
     ranks = tuple(Rank(host, line, share.samples, share.accumulate, updates_P[rank],
                        input_s=_mean(run["phases"][rank]["data"] for run in runs))
                   for rank, (host, line, share) in enumerate(zip(calibrated["hosts"], lines, made.parts)))
@@ -204,8 +204,25 @@ def predict(calibrated: Mapping[str, Any], row: str, blocks: Mapping[str, Any] |
                                                                                          agreement_s=agreement_s)
     per_host = calibrated["cores"] / len(set(calibrated["hosts"]))
     hosts = tuple(Host(max(per_host, calibrated["hosts"].count(h))) for h in sorted(set(calibrated["hosts"])))
-    stages = (_stages(calibrated, asked, blocks, lines, batch * size),) if blocks else ()
+    stages = ()
+    if blocks:
+        stages = (_stages(calibrated, asked, blocks, lines, batch * size, _adding(calibrated, lines, slower)),)
     return step(Scene(ranks, exchange, stages, hosts=hosts))
+
+
+def _adding(calibrated: Mapping[str, Any], lines: Sequence[LinearTime], slower: float) -> list[float]:
+    """Return each rank's seconds of adding the whole model's gradients to those of an earlier micro-batch."""
+    run = calibrated.get("accumulated")
+    if not run:
+        return [0.0] * len(lines)
+    run = _paced(run, _at_the_pace(calibrated, run, slower))
+    return [max(0.0, phases["compute"] - line.seconds(run["batch"], ACCUMULATE)) / (ACCUMULATE - 1)
+            for phases, line in zip(run["phases"], lines)]
+
+
+def _at_the_pace(calibrated: Mapping[str, Any], found: Mapping[str, Any], slower: float) -> float:
+    """Return the factor on times that were measured beside steps of ``found["beside_s"]``, if that is known."""
+    return slower * calibrated["compute"][0]["step_s"] / found["beside_s"] if "beside_s" in found else slower
 
 
 def _paced(run: Mapping[str, Any], slower: float) -> dict[str, Any]:
@@ -237,7 +254,7 @@ def _exchange(calibrated: Mapping[str, Any], asked: Mapping[str, str], zero: int
         first_s, later_s = wire_seconds([Traffic(**traffic) for traffic in cost["traffic"]], links)
         plain = found["costs"]["none"]
         plain_s, _ = wire_seconds([Traffic(**traffic) for traffic in plain["traffic"]], links)
-        codec_s = slower * cost["codec_s"]
+        codec_s = _at_the_pace(calibrated, found, slower) * cost["codec_s"]
         starts_s, travel_s = len(buckets) * sums.alpha_s, sum(buckets) * sums.beta_s_per_byte
         plain_sums_s = len(plain_buckets) * sums.alpha_s + sum(plain_buckets) * sums.beta_s_per_byte
         ratio = max(0.0, (first_s / plain_s * plain_sums_s - starts_s) / travel_s)
@@ -246,7 +263,8 @@ def _exchange(calibrated: Mapping[str, Any], asked: Mapping[str, str], zero: int
     shard, overlaps, gather_s = found.get("shard") if zero else None, found["overlaps"], 0.0
     if shard:
         buckets, overlaps = tuple(shard["buckets"]), shard["overlaps"]
-        gather_s = slower * min(seconds for _, seconds in shard["times_P"])  # who updates last waits for no other
+        # Who updates last waits for no other.
+        gather_s = _at_the_pace(calibrated, shard, slower) * min(seconds for _, seconds in shard["times_P"])
     ready = tuple(found.get("ready", ()))
     return Exchange(asked["wire"], buckets, within, between, overlaps, codec_s, ratio, zero, found["busy_cores"],
                     ready if len(ready) == len(buckets) else (), later_s=later_s, agreement_s=agreement_s,
@@ -254,8 +272,11 @@ def _exchange(calibrated: Mapping[str, Any], asked: Mapping[str, str], zero: int
 
 
 def _stages(calibrated: Mapping[str, Any], asked: Mapping[str, str], blocks: Mapping[str, Any],
-            lines: Sequence[LinearTime], samples: int) -> Stages:
-    """Return the stages: each block's part of a whole micro-batch, by its part of the blocks' measured seconds."""
+            lines: Sequence[LinearTime], samples: int, adding_s: Sequence[float]) -> Stages:
+    """Return the stages: each block's part of a whole micro-batch, by its part of the blocks' measured seconds.
+
+    ``adding_s``: of each rank, of the whole model's gradients, in all micro-batches but the first.
+    """
     micros, ends = blocks["micros"], [*blocks["starts"][1:], len(blocks["cost_s"])]
     size, total_s = samples / micros, sum(blocks["cost_s"])
     link = Link(**calibrated["transports"][asked["wire"]]["link"])
@@ -264,7 +285,8 @@ def _stages(calibrated: Mapping[str, Any], asked: Mapping[str, str], blocks: Map
         line = lines[place % len(lines)]
         seconds = sum(blocks["cost_s"][begin:end]) / total_s * (line.a_s + line.c_s * size)
         forward.append(seconds / 3)
-        backward.append(seconds * 2 / 3)
+        own = sum(blocks["parameters"][begin:end]) / sum(blocks["parameters"])
+        backward.append(seconds * 2 / 3 + own * adding_s[place % len(lines)] * (1 - 1 / micros))
         travel.append(link.seconds(blocks["cargo"][end - 1] * size / blocks["samples"]))
     return Stages(tuple(range(len(lines))), blocks["order"], micros, tuple(forward), tuple(backward),
                   tuple(travel[:-1]))

@@ -35,6 +35,9 @@ LEAST_STEPS, MOST_STEPS = 4, 60
 
 MICRO_BATCHES = 4
 
+ACCUMULATE = 2
+"""Micro-batches of the steps that tell what adding gradients costs."""
+
 SWEEP_S = 1.0
 """For measuring sums over one transport."""
 
@@ -85,6 +88,8 @@ class _Rank:
                                  "batch": batch,
                                  "hosts": [sorted(set(names)).index(name) for name in names],
                                  "compute": [self.compute(n) for n in (batch // 2, 3 * batch // 2)],
+                                 "accumulated": self.compute(batch, ACCUMULATE) if any(
+                                     text.endswith("/pipeline") for text in self.args.row) else None,
                                  "transports": {}}
         rows = [ours_row(text) for text in self.args.row]
         for wire in dict.fromkeys(row["wire"] for row in rows if self.control.size > 1):
@@ -96,12 +101,13 @@ class _Rank:
             self._say({"event": "row", "row": text, **self.row(row)})
         return 0
 
-    def compute(self, batch: int) -> dict[str, Any]:
+    def compute(self, batch: int, accumulate: int = 1) -> dict[str, Any]:
         """Return the phases of single-rank training, on all ranks at once: a step of each rank, without exchange.
 
         The first such run stays: its steps alternate with those of every row, to show how fast the machine is then.
         """
-        prepared = self._prepare(batch, wire="null" if self.control.size > 1 else "auto", adam="whole")
+        prepared = self._prepare(batch, wire="null" if self.control.size > 1 else "auto", adam="whole",
+                                 accumulate=accumulate)
         timed = self._timed(prepared)
         self._beside = self._beside or prepared
         run = prepared.run
@@ -116,13 +122,20 @@ class _Rank:
         nbytes = sum(bucket.nbytes for bucket in run.dp.buckets)
         dp = cast("Replicate", run.dp)
         found = sweep.measure(run.collectives, dp.ops, self.control, dp.buckets, run.config, dp.buckets_with)
+        beside_s = self._beside_s()
         sums, = transport_sweep.measure({wire: run.collectives}, run.dp.ops, self.control, nbytes, SWEEP_S)
         return {"link": asdict(sums.link), "busy_cores": sums.busy_cores, "overlaps": run.collectives.overlaps,
                 "in_graph": run.collectives.in_graph, "ready": self._ready(prepared),
+                "beside_s": beside_s,
                 "buckets": [int(bucket.nbytes) for bucket in run.dp.buckets], "refused": found.refused,
                 "links": {kind: asdict(link) for kind, link in found.links.items()},
                 "costs": {cost.name: {**asdict(cost), "buckets": [b.nbytes for b in dp.buckets_with(cost.name)]}
                           for cost in found.costs if cost.name in compressions | {"none"}}}
+
+    def _beside_s(self) -> float:
+        """Return the seconds of a step without exchange now, which tell how busy the machine is."""
+        assert self._beside is not None
+        return statistics.median(self._step(self._beside, number)[0] for number in range(LEAST_STEPS))
 
     def _ready(self, prepared: Prepared) -> list[float]:
         """Return the fraction of backward after which each bucket is handed to the transport; [] inside a graph."""
@@ -148,7 +161,7 @@ class _Rank:
             dp.update(0, grads)
             seconds.append((time.perf_counter() - begin - dp.gather_s, dp.gather_s))
         times_P = self.control.gather([statistics.median(times) for times in zip(*seconds[WARM_STEPS:])])
-        return {"overlaps": dp.reducer.collectives.overlaps, "times_P": times_P,
+        return {"overlaps": dp.reducer.collectives.overlaps, "times_P": times_P, "beside_s": self._beside_s(),
                 "buckets": [int(bucket.nbytes) for bucket in dp.buckets]}
 
     def row(self, row: Mapping[str, str]) -> dict[str, Any]:

@@ -22,12 +22,12 @@ from hvdtrain.parallel.pipeline.plan import Planned
 
 def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance: str = "off",
             looks: bool = True, adam: str = "", compile: str = "off", remat: str = "off",
-            pipeline: bool = False) -> Prepared:
+            pipeline: bool = False, accumulate: int = 1) -> Prepared:
     """``wire``: the configuration's ``collectives``; ``compression``, ``balance``, ``compile``,
     ``remat``: its keys of that name.
 
     ``adam``: "whole", "zero1" or "zero2": Adam in place of SGD, its state on each rank or divided in that stage.
-    ``pipeline``: the ranks are one replica, cut as the setup says.
+    ``pipeline``: the ranks are one replica, cut as the setup says. ``accumulate``: micro-batches of a step.
     ``looks``: whether summed gradients are looked at, as always but in the bench that tells what it costs.
     """
     from hvdtrain.checkpoint.run_directory import starting
@@ -36,6 +36,8 @@ def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance
     from hvdtrain.engine.assemble import assemble
 
     config = _config(setup, wire, compression, balance, adam, compile, remat)
+    if accumulate > 1:
+        config = replace(config, accumulate=accumulate, out=f"{config.out}-{accumulate}")
     if pipeline:
         config = replace(config, pipeline=_pipeline(setup), out=f"{config.out}-pipeline")
     run = assemble(config, data=setup.arrays)

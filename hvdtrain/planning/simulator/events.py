@@ -136,7 +136,8 @@ def _alone_s(rank: Rank) -> float:
 def _work(scene: Scene) -> _Work:
     """Return the ranks' own seconds up to the end of backward, from the end of the exchange before."""
     ranks = scene.ranks
-    compute = np.array([r.line.seconds(r.samples, r.parts) if r.parts else 0.0 for r in ranks])
+    compute = np.array([r.line.seconds(r.samples, r.parts) + (r.parts - 1) * r.accumulate_s if r.parts else 0.0
+                        for r in ranks])
     last = compute / np.array([max(1, r.parts) for r in ranks])
     before = np.array([r.update_s + r.input_s for r in ranks])
     played = compute

@@ -28,12 +28,13 @@ BACKWARD = 2 / 3
 class Rank:
     """Describe one rank's own work in a step.
 
-    ``line``: seconds of a micro-batch, forward and backward, on cores of its own. ``samples`` in
-    ``parts`` micro-batches. ``update_s``: optimizer. ``input_s``: seconds that a step waits for input.
-    ``load_s``: seconds in which background workers prepare a step's input; no step is shorter. ``spread``: relative
-    standard deviation of the computing time from step to step; ``factors``: instead of it, relative computing times
-    that were observed in successive steps, as many for each rank. ``threads``: compute threads. ``slow``: factor on the
-    seconds of ``within`` on its host, where sums are its processor's work.
+    ``line``: seconds of a micro-batch, forward and backward, on cores of its own. ``samples`` in ``parts``
+    micro-batches; ``accumulate_s``: of adding a micro-batch's gradients to those before. ``update_s``: optimizer.
+    ``input_s``: seconds that a step waits for input. ``load_s``: seconds in which background workers prepare a step's
+    input; no step is shorter. ``spread``: relative standard deviation of the computing time from step to step;
+    ``factors``: instead of it, relative computing times that were observed in successive steps, as many for each rank.
+    ``threads``: compute threads. ``slow``: factor on the seconds of ``within`` on its host, where sums are its
+    processor's work.
     """
 
     host: int
@@ -47,6 +48,7 @@ class Rank:
     threads: float = 1.0
     slow: float = 1.0
     factors: tuple[float, ...] = ()
+    accumulate_s: float = 0.0
 
 
 @dataclass(frozen=True)

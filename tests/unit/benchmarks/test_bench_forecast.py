@@ -38,17 +38,21 @@ def test_a_step_is_predicted_from_its_parts(row, ms):
 
 
 def test_a_compressor_has_buckets_of_its_own():
-    """One bucket in place of two: its requests start up once."""
+    """Give it one bucket in place of two, whose requests start up once."""
     calibrated = calibration([0, 1])
     fp16 = calibrated["transports"]["mpi"]["costs"]["fp16"]
     fp16["buckets"], fp16["traffic"][0]["calls"] = [2000000], 1
+    calibrated["transports"]["mpi"]["beside_s"] = 18e-3
     assert 1e3 * forecast.predict(calibrated, "mpi+fp16").mid_s == pytest.approx(18 + 1 + 2 + 1 + 11 + 3)
 
 
 def test_zero_updates_and_gathers_as_measured():
     calibrated = calibration([0, 1])
     calibrated["transports"]["mpi"]["shard"] = {"overlaps": False, "buckets": [1000000, 1000000],
-                                                "times_P": [[5e-3, 1e-3], [4e-3, 7e-3]]}
+                                                "times_P": [[5e-3, 1e-3], [4e-3, 7e-3]], "beside_s": 36e-3}
+    # They were measured where steps without exchange took twice as long.
+    assert 1e3 * forecast.predict(calibrated, "mpi/zero2").mid_s == pytest.approx(18 + 1 + 2.5 + 1 + 12 + 0.5)
+    del calibrated["transports"]["mpi"]["shard"]["beside_s"]
     assert 1e3 * forecast.predict(calibrated, "mpi/zero2").mid_s == pytest.approx(18 + 1 + 5 + 1 + 12 + 1)
 
 
@@ -79,11 +83,16 @@ def test_buckets_travel_once_backward_has_completed_them():
 
 def test_a_pipeline_is_played_in_its_order():
     blocks = {"cost_s": [1.0, 3.0], "samples": 4.0, "starts": [0, 1], "order": "gpipe", "micros": 4,
-              "cargo": [50000, 0]}
+              "cargo": [50000, 0], "parameters": [100, 300]}
     found = forecast.predict(calibration([0, 1]), "mpi/pipeline", blocks)
     # Micro-batches of 4 samples take 14 ms, a quarter of it on the first stage; messages take 1.5 ms.
     assert 1e3 * found.parts["compute"] == pytest.approx(4 * 14 / 2)
     assert 1e3 * found.mid_s == pytest.approx(3.5 + 2 * 1.5 + 4 * 10.5 + 3)
+    # Two micro-batches of 4 took 8 ms more than 28: of that stages add 1/4 and 3/4 in three of four micro-batches.
+    added = {**calibration([0, 1]), "accumulated": {"batch": 8, "beside_s": 18e-3, "step_s": 40e-3,
+                                                    "phases": [phases(36e-3)] * 2}}
+    found = forecast.predict(added, "mpi/pipeline", blocks)
+    assert 1e3 * found.mid_s == pytest.approx(3.5 + 1.5 + 2 * 1.5 + 4 * (10.5 + 4.5) + 3)
 
 
 def test_records_are_predicted_again_and_judged(tmp_path, capsys):

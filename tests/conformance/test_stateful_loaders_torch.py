@@ -83,6 +83,19 @@ class Plain(IterableDataset):
         return iter([(np.float32(i), 0) for i in range(N)])
 
 
+class Behind(Place):
+    """A place that is one sample behind, and stays where an iteration has left it."""
+
+    def __iter__(self):
+        for i in range(self.begin, N):
+            yield np.float32(i), 0
+            self.begin = i + 1
+        self.begin = 0
+
+    def state_dict(self):
+        return {"at": self.begin}
+
+
 def stateful(dataset, **args):
     loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
     return loaders.StatefulDataLoader(dataset, batch_size=7, **args)
@@ -128,7 +141,9 @@ def test_a_resume_begins_at_the_state(make, monkeypatch):
 
 @pytest.mark.parametrize("make, words", [
     (lambda: stateful(Plain()), "cannot seek"), (Plain, "cannot seek"),
-    (lambda: hugging_face(shuffled=True), "other samples follow")])
+    (lambda: hugging_face(shuffled=True), "other samples follow"),
+    (lambda: stateful(hugging_face(shuffled=True)), "other samples follow"),
+    (lambda: stateful(Behind()), "other samples follow")])
 def test_a_stream_whose_state_does_not_lead_back_is_read_again(make, words, monkeypatch):
     monkeypatch.setattr("hvdtrain.backends.torch.data._CHUNK", 7)
     whole, *_ = walked(make, Cursor(1))

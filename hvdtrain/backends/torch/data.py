@@ -224,7 +224,7 @@ class StatefulLoaderStream(LoaderStream):
     def state_dict(self) -> dict[str, Any] | None:
         """Return the place after the latest batch; None where the loader itself would read up to it."""
         if not self._open:
-            return {}  # of a fresh loader; the loader would start its workers for it
+            return self._start()
         state: dict[str, Any] = self.loader.state_dict()  # type: ignore[attr-defined]
         if isinstance(self.loader.dataset, IterableDataset) and not _of_dataset(state):
             return None
@@ -232,10 +232,20 @@ class StatefulLoaderStream(LoaderStream):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the next epoch that is opened begin at ``state``."""
-        self.loader.load_state_dict(with_tensors(state))  # type: ignore[attr-defined]
+        start = set(state) <= {_START}
+        if _START in state:
+            self.loader.dataset.load_state_dict(with_tensors(state[_START]))  # type: ignore[attr-defined]
+        self.loader.load_state_dict({} if start else with_tensors(state))  # type: ignore[attr-defined]
+
+    def _start(self) -> dict[str, Any]:
+        """Return the state of a fresh loader, whose own would start its workers; theirs are copies of the dataset."""
+        dataset: Any = self.loader.dataset
+        if self.loader.num_workers or not all(hasattr(dataset, name) for name in ("state_dict", "load_state_dict")):
+            return {}
+        return {_START: without_tensors(dataset.state_dict())}
 
 
-_TENSOR = "torch.Tensor"
+_TENSOR, _START = "torch.Tensor", "dataset at its start"
 
 
 def without_tensors(state: Any) -> Any:

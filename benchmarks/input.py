@@ -36,7 +36,8 @@ CONTENDERS = {"hvdtrain": "PIL", "dataloader": "torch", "tfdata": "tensorflow", 
 """Name -> the package without which it is left out."""
 
 OWN = "hvdtrain"
-HEADERS = ("ranks", "reader", "workers a rank", "samples/s", "quartiles", "of the best other", "decodes a sample")
+HEADERS = ("ranks", "reader", "workers a rank", "samples/s", "quartiles", "of the best other", "decodes a sample",
+           "CPU us a sample")
 
 Key = tuple[int, str]
 """(ranks, contender)."""
@@ -149,7 +150,9 @@ def _record(args: argparse.Namespace, about: Mapping[str, Any]) -> dict[str, Any
 
 
 def rows(found: Mapping[Key, Sequence[Mapping[str, Any]]]) -> list[list[str]]:
-    """Return a row for each number of ranks and reader: median and quartiles of samples a second, and decodes. Pure."""
+    """Return a row for each number of ranks and reader: samples a second (median, quartiles), decodes, and CPU time of
+    the ranks without their workers. Pure.
+    """
     rates = {key: [about["samples"] * about["epochs"] / about["seconds"] for about in told]
              for key, told in found.items()}
     made = []
@@ -159,6 +162,8 @@ def rows(found: Mapping[Key, Sequence[Mapping[str, Any]]]) -> list[list[str]]:
         ratio = f"{statistics.median(each) / max(others):.2f}" if name == OWN and others else "-"
         low, high = np.percentile(each, [25, 75])
         decodes = statistics.median(about["decodes"] / about["samples"] / about["epochs"] for about in told)
+        cpu_s = statistics.median(about["cpu_seconds"] / about["samples"] / about["epochs"] for about in told)
         made.append([str(ranks), name, str(told[0]["workers"]), f"{statistics.median(each):.0f}",
-                     f"{low:.0f} to {high:.0f}", ratio, f"{decodes:.4f}".rstrip("0").rstrip(".")])
+                     f"{low:.0f} to {high:.0f}", ratio, f"{decodes:.4f}".rstrip("0").rstrip("."),
+                     f"{1e6 * cpu_s:.0f}"])
     return made

@@ -158,15 +158,16 @@ def _read(args: argparse.Namespace, facts: Any) -> int:
     control.barrier("the first epoch")
     before = decodes.total()
     control.barrier("the timed epochs")
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     read = sum(sum(epoch(number)) for number in range(1, args.epochs + 1))
-    ended_s = time.perf_counter() - began
-    rows = control.gather((ended_s, read))
+    ended_s, cpu_s = time.perf_counter() - began, time.process_time() - used
+    rows = control.gather((ended_s, read, cpu_s))
     if control.rank == 0:
         about = {"event": "done", "format": args.format, "reader": args.reader, "ranks": control.size,
                  "framework": CONTENDERS[args.reader],
                  "workers": args.workers, "epochs": args.epochs, "samples": samples,
-                 "seconds": max(seconds for seconds, _ in rows), "read": sum(n for _, n in rows),
+                 "seconds": max(seconds for seconds, _, _ in rows), "read": sum(n for _, n, _ in rows),
+                 "cpu_seconds": sum(seconds for _, _, seconds in rows),
                  "decodes": decodes.total() - before}
         sys.stdout.flush()
         os.write(1, f"\n{MARK}{json.dumps(about)}\n".encode())

@@ -76,18 +76,23 @@ class StreamReading:
         opened = self._opened.get((index, of))
         if opened is None or (opened.epoch, opened.samples) != (epoch, samples):
             begin, before = time.perf_counter(), self.decodes
-            rest = self.chunks(index, of, epoch, samples)
-            opened = self._opened[index, of] = Opened(epoch, samples, _filled(rest, least), rest)
+            if not samples or of > 1 or self.seeks(of) or self.seek(epoch, samples, least):
+                rest = self.chunks(index, of, epoch, samples)
+                self._opened[index, of] = Opened(epoch, samples, _filled(rest, least), rest)
+            opened = self._opened[index, of]
             if self.decodes > before:  # chunks may be larger than what is wanted
                 self.sample_s = (time.perf_counter() - begin) / (self.decodes - before)
         return opened.chunks
 
     def seek(self, epoch: int, samples: int, least: int) -> str:
         """Open the whole stream at a position by one of its states, as `start` does; return "" or why that fails."""
+        opened = self._opened.get((0, 1))
+        if opened is not None and (opened.epoch, opened.samples) == (epoch, samples):
+            return ""
         mark = self.positions.find(epoch, samples)
         if mark is None:
             return str((self.positions.restored or {}).get("why") or self.positions.why or CANNOT)
-        if (0, 1) in self._opened:
+        if opened is not None:
             self._opened.pop((0, 1)).rest.close()
         rest = self._from_state(mark, samples)
         try:

@@ -235,7 +235,8 @@ def predict_feed(run: Run, data: Any) -> Feed | None:
     """Return a feed over ``data``, else the run's evaluation data, that leaves out no sample. Collective."""
     feed = run.eval_feed if data is None else eval_feed(run, data)
     whole = feed is None or not (data is None and run.config.eval_max_samples) and (
-        run.config.on_bad_sample != "skip" if feed.samples is not None else run.config.data.readers != "auto")
+        run.config.on_bad_sample != "skip" if feed.samples is not None
+        else run.control.size == 1 or run.config.data.readers != "auto")
     if feed is None or whole:
         return feed
     return _eval_feed(run.spelled, run.mesh, run.control, feed.data, skip_unread=False, ordered=True)

@@ -203,6 +203,9 @@ def unordered():
 
 
 @pytest.mark.parametrize("make", [
+    lambda: count(12).shuffle(12, seed=4).shuffle(5, seed=1).batch(5),
+    lambda: count(12).shuffle(4, seed=1).concatenate(count(12).shuffle(9, seed=2).shuffle(3, seed=3)).batch(5),
+    lambda: count(12).shuffle(12, seed=4).repeat(2).batch(5),
     lambda: count(12).shuffle(12, seed=4).batch(5).prefetch(2),
     lambda: count(12).cache().shuffle(12, seed=4).batch(5).map(lambda x: x * 2, num_parallel_calls=2),
     lambda: count(12).shuffle(12, seed=4).repeat(2).shuffle(5, seed=1).batch(5),
@@ -213,6 +216,11 @@ def test_a_fresh_process_reaches_the_order_of_a_later_epoch(make):
     epochs = [firsts(run, epoch) for epoch in range(4)]
     for epoch in (3, 1):
         assert firsts(adapt(make()), epoch) == epochs[epoch]
+    left = adapt(make())  # in the middle of epoch 0, as after a try of the model
+    first = left.chunks(0)
+    next(first)
+    first.close()
+    assert firsts(left, 1) == epochs[1]
 
 
 def test_feed_resumes_a_shuffling_dataset_in_the_middle_of_an_epoch():

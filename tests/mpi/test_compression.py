@@ -156,6 +156,9 @@ def test_a_checkpoint_without_state_clears_the_state(control, framework, out):
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
 def test_a_skipped_step_leaves_no_trace_in_the_state(control, settings, framework, name):
+    """In TensorFlow of topk, which has most state; all: conformance/compressor_cases.py."""
+    if framework == "tensorflow" and name != "topk":
+        pytest.skip("one compressor in TensorFlow, whose graphs take long to trace")
     x, y = DATA
     run = assemble(settings(name, max_steps=6, nan_guard="skip", optimizer=Named("SGD")), make_model(framework),
                    (np.where(np.arange(len(x))[:, None] == 7, np.nan, x).astype(np.float32), y))

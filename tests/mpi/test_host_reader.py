@@ -60,6 +60,7 @@ def trained(control, framework, settings, readers, bad=-1):
     return run, control.gather(rows.decodes)
 
 
+@pytest.mark.tensorflow_size(2)
 def test_one_rank_of_a_host_decodes_a_stream(control, framework, tmp_path):
     """To the bits of ranks that all read, also after a resume within an epoch."""
     out = control.bcast(str(tmp_path))

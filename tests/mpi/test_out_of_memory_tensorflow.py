@@ -56,7 +56,7 @@ def state(run):
 @pytest.mark.parametrize("wire, changes", [
     pytest.param("horovod", {}, marks=pytest.mark.world_size(2)),
     pytest.param("horovod", {"compression": "topk"}, marks=pytest.mark.world_size(3)),
-    pytest.param("horovod", {"data_parallel": DataParallelConfig("zero", 2)}, marks=pytest.mark.world_size(3)),
+    pytest.param("horovod", {"data_parallel": DataParallelConfig("zero", 2)}, marks=pytest.mark.world_size(2)),
     pytest.param("shared", {"data_parallel": DataParallelConfig("zero", 2)}, marks=pytest.mark.world_size(2))],
                          ids=lambda v: v if isinstance(v, str) else "-".join(v))
 def test_others_get_what_they_wait_for_and_the_step_is_repeated(control, wire, changes, left, tmp_path):

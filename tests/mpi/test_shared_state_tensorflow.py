@@ -15,7 +15,8 @@ from hvdtrain.config import Config, ExchangeConfig  # noqa: E402
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("few_ranks")]
 
 
-@pytest.fixture(params=["horovod", "mpi"])
+@pytest.fixture(params=[pytest.param("horovod", marks=pytest.mark.world_size(3)),
+                        pytest.param("mpi", marks=pytest.mark.world_size(2))])
 def wire(request, control, comm):
     if request.param == "mpi":
         return MpiCollectives(comm, timeout_s=60)

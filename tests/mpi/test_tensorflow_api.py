@@ -180,6 +180,7 @@ def test_a_rank_that_brings_fewer_tensors_is_told_at_once():
                 hvd.allreduce(tf.ones([2]), op=hvd.Sum, name="unlike.2")
 
 
+@pytest.mark.world_size(2)
 def test_the_bench_of_single_calls(control, monkeypatch, capsys):
     """Every call gives what the same call of Horovod gives."""
     monkeypatch.setattr(eager, "CALLS", 1)
@@ -260,7 +261,7 @@ def test_gradients_flow_through_collectives():
     np.testing.assert_allclose(tape.gradient(gathered, x), [total / hvd.size()] * 2, rtol=1e-6)  # as Horovod defines
 
 
-@FEW
+@pytest.mark.world_size(3)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 def test_gradients_of_every_type(dtype):
     """Eager, where a gradient may come in another type than the forward's, as Horovod takes it; and in a function."""

@@ -77,8 +77,8 @@ def test_law1_holds_where_samples_cannot_be_read(control, few_ranks, tmp_path):
 
 
 @pytest.mark.parametrize("framework, wire", [
-    pytest.param("torch", "mpi", marks=pytest.mark.world_size(2)),
-    pytest.param("tensorflow", "horovod", marks=pytest.mark.world_size(3))])
+    pytest.param("torch", "mpi", marks=pytest.mark.world_size(3)),
+    pytest.param("tensorflow", "horovod", marks=pytest.mark.world_size(2))])
 def test_law2_holds_where_samples_cannot_be_read(control, few_ranks, framework, wire, tmp_path):
     """Unequal ranks that are replanned, statistics over all of them, resumed between two samples that are left out."""
     pytest.importorskip(framework, reason=f"{framework} is not installed")

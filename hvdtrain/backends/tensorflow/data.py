@@ -109,7 +109,10 @@ class DatasetStream(_Elements):
         self.dataset, self.rows = untuned(dataset), rows.for_source()
         self.batched = _is_batched(dataset)
         self.epochs_started = 0
-        self._repeats = any(type(node).__name__ == "_RepeatDataset" for node in _nodes(dataset))
+        self._left: Iterator[Any] | None = None
+        nodes = list(_nodes(dataset))
+        self._shuffles = sum(type(node).__name__ == "_ShuffleDataset" for node in nodes)
+        self._draws_late = any(type(node).__name__ == "_RepeatDataset" or len(_inputs(node)) > 1 for node in nodes)
 
     @cached_property
     def num_shards(self) -> int:
@@ -123,22 +126,26 @@ class DatasetStream(_Elements):
     def shard(self, num_shards: int, index: int) -> DatasetStream:
         """Return the stream of a part of the files."""
         stream = copy.copy(self)  # with the same rows, whose layout the first element tells
-        stream.dataset, stream.epochs_started = _sharded(self.dataset, num_shards, index), 0
+        stream.dataset, stream.epochs_started, stream._left = _sharded(self.dataset, num_shards, index), 0, None
         return stream
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
         """Yield the elements of ``epoch``; one started before is read in the order that comes next."""
+        if self._left is not None:
+            self._draw(self._left)
         while self.epochs_started < epoch:
-            self._pass_by()
+            self._draw(iter(self.dataset))
+            self.epochs_started += 1
         self.epochs_started += 1
         try:
-            elements = self.dataset.as_numpy_iterator()
+            self._left = elements = self.dataset.as_numpy_iterator()
         except TypeError as error:  # elements that are datasets themselves, and the like
             raise UserError(f"the tf.data.Dataset cannot be read as arrays: {error}",
                             "elements of plain tensors",
                             "map it to (x, y) or (x, y, sample_weight)") from None
         if self.batched:
             yield from map(self.arrays, elements)
+            self._left = None
             return
         held: list[Arrays] = []
         for element in elements:
@@ -148,14 +155,19 @@ class DatasetStream(_Elements):
                 held = []
         if held:
             yield _stacked(held)
+        self._left = None
 
-    def _pass_by(self) -> None:
-        """Move the dataset's seeds on by one epoch: a new iterator draws from them, a repeat as it runs."""
-        iterator = iter(self.dataset)
-        if self._repeats:
+    def _draw(self, iterator: Iterator[Any]) -> None:
+        """Have an epoch that is not read draw from the seeds of all shuffles, so that the next one is as it would be.
+
+        The outermost shuffle draws with a new iterator, others with its first element, those behind a repeat or in one
+        of several inputs later.
+        """
+        if self._shuffles and self._draws_late:
             for _ in iterator:
                 pass
-        self.epochs_started += 1
+        elif self._shuffles > 1:
+            next(iterator, None)
 
 
 def _array(part: Any) -> np.ndarray:

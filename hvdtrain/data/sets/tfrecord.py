@@ -21,6 +21,7 @@ from hvdtrain.data.index import Index, refuse_packed
 from hvdtrain.data.sources import Source
 
 _HEAD, _CRC = struct.Struct("<QI"), struct.Struct("<I")
+_KINDS = (1, 2, 3)  # fields of a tf.Feature: lists of bytes, of floats, of whole numbers
 _SHORT = 32  # bytes of whole numbers up to which a loop is faster
 
 
@@ -82,13 +83,18 @@ class TfrecordFormat(ShardFormat):
 
 
 def _features(data: bytes, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the features of a tf.Example by name: bytes, or an array, of one value a number. ``names``: only these."""
+    """Return the features of a tf.Example by name: bytes, or an array, of one value a number. ``names``: only these.
+
+    As protocol buffers have it, unknown fields are skipped and an entry without a name has the name "".
+    """
     try:
         found = {}
         for number, start, stop in _fields(data, 0, len(data)):
-            for _, entry, end in _fields(data, start, stop) if number == 1 else ():
+            for field, entry, end in _fields(data, start, stop) if number == 1 else ():
+                if field != 1:
+                    continue
                 pair = {key: (at, last) for key, at, last in _fields(data, entry, end)}
-                name = _text(data, *pair[1]).decode()
+                name = _text(data, *pair.get(1, (0, 0))).decode()
                 if not names or name in names:
                     found[name] = _feature(data, *pair.get(2, (0, 0)))
         return found
@@ -97,14 +103,19 @@ def _features(data: bytes, names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _feature(data: bytes, start: int, stop: int) -> Any:
+    value: Any = None
     for number, at, end in _fields(data, start, stop):
+        if number not in _KINDS:
+            continue
+        values = [(low, high) for field, low, high in _fields(data, at, end) if field == 1]
         if number == 1:
-            texts = [_text(data, low, high) for _, low, high in _fields(data, at, end)]
-            return texts[0] if len(texts) == 1 else texts or None
-        found = [_numbers(data, low, high, number) for _, low, high in _fields(data, at, end)]
+            texts = [_text(data, low, high) for low, high in values]
+            value = texts[0] if len(texts) == 1 else texts or None
+            continue
+        found = [_numbers(data, low, high, number) for low, high in values]
         array = found[0] if len(found) == 1 else np.concatenate(found) if found else np.zeros(0, np.int64)
-        return (array[0] if len(array) == 1 else array) if len(array) else None
-    return None
+        value = (array[0] if len(array) == 1 else array) if len(array) else None
+    return value  # the last, where a writer has given several of a oneof
 
 
 T = TypeVar("T", bytes, memoryview)

@@ -16,15 +16,15 @@ from hvdtrain.data.sources import ArraySource
 
 
 def about(seconds, decodes=40):
-    return {"samples": 20, "epochs": 2, "seconds": seconds, "decodes": decodes, "workers": 1}
+    return {"samples": 20, "epochs": 2, "seconds": seconds, "decodes": decodes, "workers": 1, "cpu_seconds": 4e-3}
 
 
 def test_own_rate_is_held_against_the_best_of_the_others():
     found = {(2, "tfdata"): [about(2.0), about(1.0), about(4.0)], (2, "hvdtrain"): [about(1.0)],
              (2, "dataloader"): [about(4.0, decodes=42)]}
-    assert bench.rows(found) == [["2", "hvdtrain", "1", "40", "40 to 40", "2.00", "1"],
-                                 ["2", "dataloader", "1", "10", "10 to 10", "-", "1.05"],
-                                 ["2", "tfdata", "1", "20", "15 to 30", "-", "1"]]
+    assert bench.rows(found) == [["2", "hvdtrain", "1", "40", "40 to 40", "2.00", "1", "100"],
+                                 ["2", "dataloader", "1", "10", "10 to 10", "-", "1.05", "100"],
+                                 ["2", "tfdata", "1", "20", "15 to 30", "-", "1", "100"]]
 
 
 def test_a_folder_without_pictures_is_told_before_any_job(tmp_path):

@@ -15,7 +15,7 @@ from hvdtrain.data import index, kept
 from hvdtrain.data.cells import columns_of
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.formats import braces
-from hvdtrain.data.sets import jsonl
+from hvdtrain.data.sets import jsonl, tfrecord
 from hvdtrain.data.sources import ALL, Source, Unreadable, resolve, resolve_splits
 
 N = 23
@@ -181,6 +181,18 @@ def picture(colour, size=(5, 6), ending="png"):
     out = io.BytesIO()
     image.fromarray(np.full((*size, 3), colour, np.uint8)).save(out, {"jpg": "JPEG"}.get(ending, ending))
     return out.getvalue()
+
+
+def test_fields_of_a_tf_example_that_are_unknown_are_skipped():
+    def field(number, data):
+        return bytes([number << 3 | 2, len(data)]) + data
+
+    unknown = field(7, b"??") + bytes([9 << 3, 5])
+    label, text = field(3, field(1, b"\x04")), field(1, unknown + field(1, b"abc"))
+    entries = [field(1, b"y") + field(2, unknown + label), field(1, b"x") + field(2, field(2, b"") + text),
+               field(2, label)]
+    features = unknown + b"".join(field(1, entry) for entry in entries)
+    assert tfrecord._features(unknown + field(1, features)) == {"y": 4, "x": b"abc", "": 4}
 
 
 def test_pictures_of_every_format_are_those_of_a_folder(tmp_path):

@@ -10,6 +10,7 @@ from ledger_runs import DATA, facts, found, run_of
 from small_runs import fitted, make_model, solo
 
 from hvdtrain.checkpoint.manifest import decode_state, encode_state
+from hvdtrain.cluster.control import SoloControl
 from hvdtrain.config import CheckpointConfig
 from hvdtrain.core.protocols.types import Cursor
 from hvdtrain.data import stream_state
@@ -73,6 +74,16 @@ class Broken(Keeps):
 class Own(Keeps):
     def state_dict(self):
         return {**super().state_dict(), "file": object()}
+
+
+def test_a_sample_of_the_position_is_read_by_the_state_too():
+    _, state, *_ = walked(Keeps, 1, Cursor(1), 4)
+    data, cursor = Keeps(), Cursor(1, 4, 4, 24)
+    feed = Feed(data, 6, control=SoloControl())
+    feed.walk.positions.restored = state
+    assert feed.sample(2, cursor)[0].tolist() == [1024, 1025] and feed.walk.replay(cursor) == ""
+    assert [step.micros[0][0][0] for step in feed.epoch(cursor)] == [1024, 1030, 1036, 1042, 1048, 1054]
+    assert data.read <= 60 - state["samples"]
 
 
 def walked(data, size, cursor, n=None, restored=None, prefetch=2, hosts=()):

@@ -77,7 +77,7 @@ def scheduled(framework, name, base=BASE, **changes):
     ("cosine", "none", {"lr": 0.2}, 12), ("cosine", "cosine", {}, 12), ("cosine", "one cycle", {}, 12),
     ("one cycle", "one cycle", {}, 12), ("none", "cosine", {"lr": 0.2}, 12),
     ("one cycle", "one cycle", {"max_steps": 9}, 9), ("one cycle", "one cycle", {"lr": 0.3}, 12),
-    ("one cycle", "one cycle", {"global_batch": 10}, 14), ("none", "none", {"lr": 0.2}, 12),
+    ("one cycle", "one cycle", {"global_batch": 10}, 16), ("none", "none", {"lr": 0.2}, 12),
 ])
 def test_the_rate_is_that_of_the_new_schedule_from_the_start(framework, before, after, changes, total, first, tmp_path):
     first(framework, scheduled(framework, before), tmp_path / "run")

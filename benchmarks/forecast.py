@@ -195,7 +195,7 @@ def predict(calibrated: Mapping[str, Any], row: str, blocks: Mapping[str, Any] |
     updates = 1 if asked["kind"] == "whole" else 1 / size  # each rank has a part of the parameters, or of their state
     updates_P = [_mean(run["phases"][rank]["update"] for run in runs) * updates for rank in range(size)]
     if zero and (shard := calibrated["transports"][asked["wire"]].get("shard")):
-        updates_P = [_at_the_pace(calibrated, shard, slower) * update_s for update_s, _ in shard["times_P"]]
+        updates_P = [slower * update_s for update_s, _ in shard["times_P"]]
     ranks = tuple(Rank(host, line, share.samples, share.accumulate, updates_P[rank],
                        input_s=_mean(run["phases"][rank]["data"] for run in runs))
                   for rank, (host, line, share) in enumerate(zip(calibrated["hosts"], lines, made.parts)))
@@ -215,14 +215,9 @@ def _adding(calibrated: Mapping[str, Any], lines: Sequence[LinearTime], slower: 
     run = calibrated.get("accumulated")
     if not run:
         return [0.0] * len(lines)
-    run = _paced(run, _at_the_pace(calibrated, run, slower))
+    run = _paced(run, slower * calibrated["compute"][0]["step_s"] / run["beside_s"])
     return [max(0.0, phases["compute"] - line.seconds(run["batch"], ACCUMULATE)) / (ACCUMULATE - 1)
             for phases, line in zip(run["phases"], lines)]
-
-
-def _at_the_pace(calibrated: Mapping[str, Any], found: Mapping[str, Any], slower: float) -> float:
-    """Return the factor on times that were measured beside steps of ``found["beside_s"]``, if that is known."""
-    return slower * calibrated["compute"][0]["step_s"] / found["beside_s"] if "beside_s" in found else slower
 
 
 def _paced(run: Mapping[str, Any], slower: float) -> dict[str, Any]:
@@ -254,7 +249,7 @@ def _exchange(calibrated: Mapping[str, Any], asked: Mapping[str, str], zero: int
         first_s, later_s = wire_seconds([Traffic(**traffic) for traffic in cost["traffic"]], links)
         plain = found["costs"]["none"]
         plain_s, _ = wire_seconds([Traffic(**traffic) for traffic in plain["traffic"]], links)
-        codec_s = _at_the_pace(calibrated, found, slower) * cost["codec_s"]
+        codec_s = slower * cost["codec_s"]
         starts_s, travel_s = len(buckets) * sums.alpha_s, sum(buckets) * sums.beta_s_per_byte
         plain_sums_s = len(plain_buckets) * sums.alpha_s + sum(plain_buckets) * sums.beta_s_per_byte
         ratio = max(0.0, (first_s / plain_s * plain_sums_s - starts_s) / travel_s)
@@ -263,8 +258,7 @@ def _exchange(calibrated: Mapping[str, Any], asked: Mapping[str, str], zero: int
     shard, overlaps, gather_s = found.get("shard") if zero else None, found["overlaps"], 0.0
     if shard:
         buckets, overlaps = tuple(shard["buckets"]), shard["overlaps"]
-        # Who updates last waits for no other.
-        gather_s = _at_the_pace(calibrated, shard, slower) * min(seconds for _, seconds in shard["times_P"])
+        gather_s = slower * min(seconds for _, seconds in shard["times_P"])  # who updates last waits for no other
     ready = tuple(found.get("ready", ()))
     return Exchange(asked["wire"], buckets, within, between, overlaps, codec_s, ratio, zero, found["busy_cores"],
                     ready if len(ready) == len(buckets) else (), later_s=later_s, agreement_s=agreement_s,

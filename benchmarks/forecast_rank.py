@@ -122,20 +122,13 @@ class _Rank:
         nbytes = sum(bucket.nbytes for bucket in run.dp.buckets)
         dp = cast("Replicate", run.dp)
         found = sweep.measure(run.collectives, dp.ops, self.control, dp.buckets, run.config, dp.buckets_with)
-        beside_s = self._beside_s()
         sums, = transport_sweep.measure({wire: run.collectives}, run.dp.ops, self.control, nbytes, SWEEP_S)
         return {"link": asdict(sums.link), "busy_cores": sums.busy_cores, "overlaps": run.collectives.overlaps,
                 "in_graph": run.collectives.in_graph, "ready": self._ready(prepared),
-                "beside_s": beside_s,
                 "buckets": [int(bucket.nbytes) for bucket in run.dp.buckets], "refused": found.refused,
                 "links": {kind: asdict(link) for kind, link in found.links.items()},
                 "costs": {cost.name: {**asdict(cost), "buckets": [b.nbytes for b in dp.buckets_with(cost.name)]}
                           for cost in found.costs if cost.name in compressions | {"none"}}}
-
-    def _beside_s(self) -> float:
-        """Return the seconds of a step without exchange now, which tell how busy the machine is."""
-        assert self._beside is not None
-        return statistics.median(self._step(self._beside, number)[0] for number in range(LEAST_STEPS))
 
     def _ready(self, prepared: Prepared) -> list[float]:
         """Return the fraction of backward after which each bucket is handed to the transport; [] inside a graph."""
@@ -161,7 +154,7 @@ class _Rank:
             dp.update(0, grads)
             seconds.append((time.perf_counter() - begin - dp.gather_s, dp.gather_s))
         times_P = self.control.gather([statistics.median(times) for times in zip(*seconds[WARM_STEPS:])])
-        return {"overlaps": dp.reducer.collectives.overlaps, "times_P": times_P, "beside_s": self._beside_s(),
+        return {"overlaps": dp.reducer.collectives.overlaps, "times_P": times_P,
                 "buckets": [int(bucket.nbytes) for bucket in dp.buckets]}
 
     def row(self, row: Mapping[str, str]) -> dict[str, Any]:

@@ -42,17 +42,13 @@ def test_a_compressor_has_buckets_of_its_own():
     calibrated = calibration([0, 1])
     fp16 = calibrated["transports"]["mpi"]["costs"]["fp16"]
     fp16["buckets"], fp16["traffic"][0]["calls"] = [2000000], 1
-    calibrated["transports"]["mpi"]["beside_s"] = 18e-3
     assert 1e3 * forecast.predict(calibrated, "mpi+fp16").mid_s == pytest.approx(18 + 1 + 2 + 1 + 11 + 3)
 
 
 def test_zero_updates_and_gathers_as_measured():
     calibrated = calibration([0, 1])
     calibrated["transports"]["mpi"]["shard"] = {"overlaps": False, "buckets": [1000000, 1000000],
-                                                "times_P": [[5e-3, 1e-3], [4e-3, 7e-3]], "beside_s": 36e-3}
-    # They were measured where steps without exchange took twice as long.
-    assert 1e3 * forecast.predict(calibrated, "mpi/zero2").mid_s == pytest.approx(18 + 1 + 2.5 + 1 + 12 + 0.5)
-    del calibrated["transports"]["mpi"]["shard"]["beside_s"]
+                                                "times_P": [[5e-3, 1e-3], [4e-3, 7e-3]]}
     assert 1e3 * forecast.predict(calibrated, "mpi/zero2").mid_s == pytest.approx(18 + 1 + 5 + 1 + 12 + 1)
 
 

@@ -86,7 +86,7 @@ class Positions:
 
     def rewind(self) -> None:
         """Have the next epoch begin at its start, also where the one before was left in its middle."""
-        if self._left and self._origin is not _NEVER:
+        if self._left and self._origin is not _NEVER and self._origin is not None:  # None: it had no state then
             self._data.load_state_dict(unpacked(self._origin))
 
     def find(self, epoch: int, samples: int) -> Mark | None:

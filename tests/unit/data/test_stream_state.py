@@ -133,6 +133,21 @@ def test_a_state_that_does_not_hold_is_replaced_by_a_replay(data, words):
     assert rest == walked(data, 1, Cursor(1))[0][4:] and len(rest) == 6
 
 
+def test_a_stream_without_a_state_at_its_start_is_opened_as_it_is():
+    class Late(Keeps):
+        def state_dict(self):
+            return {"place": self.place} if self.place else None
+
+        def load_state_dict(self, state):
+            assert state is not None
+            self.loaded = state["place"]
+
+    positions = stream_state.Positions(Late(9))
+    next(positions.noted(positions._data.chunks(0), 0, 0))
+    positions.rewind()
+    assert positions._data.loaded == 0
+
+
 def test_a_state_comes_back_as_it_was_or_is_refused():
     state = {"a": [1, (2, {"b": np.float32(3)})], 4: b"5", "c": (np.arange(3), None, True, "x", 2.5)}
     back = unpacked(decode_state(json.loads(json.dumps(encode_state(packed(state, [1000]), "state")))))

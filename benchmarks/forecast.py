@@ -204,7 +204,7 @@ def predict(calibrated: Mapping[str, Any], row: str, blocks: Mapping[str, Any] |
                                                                                          agreement_s=agreement_s)
     per_host = calibrated["cores"] / len(set(calibrated["hosts"]))
     hosts = tuple(Host(max(per_host, calibrated["hosts"].count(h))) for h in sorted(set(calibrated["hosts"])))
-    stages = ()
+    stages: tuple[Stages, ...] = ()
     if blocks:
         stages = (_stages(calibrated, asked, blocks, lines, batch * size, _adding(calibrated, lines, slower)),)
     return step(Scene(ranks, exchange, stages, hosts=hosts))

@@ -132,11 +132,13 @@ class _Rank:
 
     def _ready(self, prepared: Prepared) -> list[float]:
         """Return the fraction of backward after which each bucket is handed to the transport; [] inside a graph."""
+        taken = prepared.marks
+        assert taken is not None, "of our own trainer"
         for number in range(WARM_STEPS + LEAST_STEPS):
             if number == WARM_STEPS:
-                prepared.marks()
+                taken()
             self._step(prepared, number)
-        marks = {name: statistics.median(times) for name, times in prepared.marks().items()}
+        marks = {name: statistics.median(times) for name, times in taken().items()}
         count = len(prepared.run.dp.buckets)
         own = [1 - (1 - marks[f"bucket{i}_s"] / marks["compute_s"]) / BACKWARD for i in range(count)
                if f"bucket{i}_s" in marks]

@@ -217,7 +217,7 @@ def _take_turns(args: argparse.Namespace, plan: Plan, course: Course, ends_at: f
             break
 
 
-# --- what is told ----------------------------------------------------------------------------------------------------
+# --- the report ------------------------------------------------------------------------------------------------------
 
 def _tell(args: argparse.Namespace, plan: Plan, course: Course, raced: Race) -> None:
     """Tables, the sentence and a summary of the complete rounds; the rounds' own records are written already."""

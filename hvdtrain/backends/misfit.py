@@ -89,7 +89,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def kinds(batch: Sequence[Any]) -> str:
-    """Arrays in words: name, dtype, shape with B for the samples, and the range of whole numbers."""
+    """Describe arrays: name, dtype, shape with B for the samples, and the range of whole numbers."""
     names = _NAMES if len(batch) <= len(_NAMES) else [f"array {i}" for i in range(len(batch))]
     return ", ".join(f"{name} {_kind(np.asarray(array))}" for name, array in zip(names, batch))
 

@@ -96,8 +96,8 @@ def choose(reading: StreamReading, everyone: Control, place: int, global_batch: 
     chosen.checks = len(hosts) > 1
     _try_out(facts, chosen)
     who = ", ".join(f"rank {ranks[0]} for rank{'s' * (len(ranks) > 2)} {spans(ranks[1:])}" for ranks in shared[:8])
-    said = f"data.readers: one rank of a host reads the stream for the others: {who}"
-    return chosen, f"{note}; {said}" if note else said
+    readers = f"data.readers: one rank of a host reads the stream for the others: {who}"
+    return chosen, f"{note}; {readers}" if note else readers
 
 
 def _exception(hosts: int, files: int) -> str:

@@ -172,7 +172,7 @@ def blame(parts: ModelParts, batch: StepBatch, suspects: list[int], control: Con
     """Return the ranks that brought a gradient which is not finite -> where it is first, as text; collective.
 
     Each of ``suspects`` (ranks; the same list on every rank) computes its part of the step again, alone. Where the
-    weights are not finite any more, that is said instead. {} where nobody finds anything: finite gradients, whose sum
+    weights are not finite any more, the result says so. {} where nobody finds anything: finite gradients, whose sum
     or exchange overflowed. Where memory lacks for that computation, a rank finds nothing.
     ``origin``: of a partitioned model, computes the step again together with the copy's other ranks and
     tells what began on this one; of each copy the rank is named where it began first.

@@ -231,8 +231,7 @@ def _exchanged(scene: Scene, work: _Work) -> tuple[np.ndarray, tuple[float, floa
     # Where a transport has no core of its own, computing waits for what it does meanwhile.
     shown += delayed_s(np.maximum(busy_s - shown, 0.0), exchange.busy_cores, _short_of_cores(scene))
     if exchange.zero:
-        by_links_s = seconds.of((exchange.gather_bytes or total) / 2)  # which counts the bytes, too
-        shown += exchange.gather_s or by_links_s
+        shown += exchange.copy_s + seconds.of((exchange.gather_bytes or total) / 2)
     shown += max(rank.parts for rank in scene.ranks) * sum(seconds.of(nbytes) for nbytes in exchange.layer_bytes)
     return (shown + exchange.codec_s / 2 + exchange.later_s + exchange.agreement_s,
             (seconds.within_bytes, seconds.between_bytes))

@@ -111,7 +111,7 @@ def _number(found: Mapping[str, str], name: str) -> float | None:
     except ValueError:
         value = -1.0
     if not 0 < value < MOST:
-        raise UserError(f"{name} is {found[name]!r}", "a number above 0", f"correct {name}")
+        raise UserError(f"{name} is {found[name]!r}", f"a number above 0 and below {MOST:g}", f"correct {name}")
     return value
 
 
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     control = boot.start_control(launch_facts(os.environ), config.control_timeout_s)
-    given, assumed, catalogue = agreed(control, lambda: _read(asked), "the inventory")
+    given, assumed, catalogue = agreed(control, lambda: _read(asked, control.rank == 0), "the inventory")
     here = PlannedHosts(config, control, catalogue, given, assumed, asked)
     calibrations: list[Calibration] = []
     if assumed is not None and assumed.model is not None:
@@ -138,7 +138,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _read(asked: PlanRequest) -> tuple[Inventory | None, assumptions.Assumed | None, Catalogue]:
+def _read(asked: PlanRequest, writes: bool) -> tuple[Inventory | None, assumptions.Assumed | None, Catalogue]:
+    """Return the files; ``writes``: see now whether the plan can be written, before it is measured for."""
+    target = Path(asked.target)
+    if writes and asked.target not in ("", "-") and (target.is_dir() or not os.access(
+            target if target.exists() else target.parent, os.W_OK)):
+        raise UserError(f"the plan cannot be written to {asked.target!r}", "a writable file", "correct --json")
     given = None if asked.inventory == HERE else inventories.read(asked.inventory)
     assumed = assumptions.read(asked.assume) if asked.assume else None
     made = catalogue_here()
@@ -146,6 +151,8 @@ def _read(asked: PlanRequest) -> tuple[Inventory | None, assumptions.Assumed | N
         for host in given.hosts:
             for _, name in host.devices:
                 made.known(name, given.devices)
+        if assumed is not None:
+            assumed = assumed.for_devices(made, given)
         if asked.wishes.budget is not None:
             for host in given.hosts:
                 given.price_of(host.name)

@@ -72,14 +72,14 @@ def show_alternatives(every: Sequence[Alternative], left_out: Mapping[str, str],
 
 
 def show_choice(best: Alternative | bool | None, wishes: PlanLimits, currency: str, words: Sequence[str]) -> None:
-    """Print what keeps the limits."""
-    if wishes.budget is None and wishes.deadline is None:
+    """Print what keeps the limits, or fits where the set-up does not."""
+    if wishes.budget is None and wishes.deadline is None and best is True:
         return
     limits = " and ".join(text for text in (
         f"{wishes.budget:g} {currency}" if wishes.budget is not None else "",
-        f"{wishes.deadline:g} hours" if wishes.deadline is not None else "") if text)
+        f"{wishes.deadline:g} hours" if wishes.deadline is not None else "") if text) or "the memory of each device"
     if best is None:
-        terminal.note(f"nothing above keeps {limits}")
+        terminal.note(f"nothing above is within {limits}")
     elif isinstance(best, bool):
         terminal.say(f"within {limits}: the set-up as given")
     else:

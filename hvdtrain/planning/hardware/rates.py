@@ -202,9 +202,8 @@ class Rates:
                             f"under model: in {given.path!r}")
         update_s = self.workload.update_bytes / device.bandwidth_Bps if device.bandwidth_Bps else 0.0
         line = LinearTime(given.overhead_s, max(LEAST_SLOPE_S, self.workload.flops / (peak * efficiency)))
-        doubtful = not own.peak and device.type_of(precision) in device.unconfirmed
         return RankRate(line, update_s, 0.0, f"{device.name} reaches {100 * efficiency:g} % of "
-                        f"{peak / 1e12:g} TFLOPS ({precision}{', unconfirmed' if doubtful else ''})")
+                        f"{peak / 1e12:g} TFLOPS ({precision})")
 
     def wiring(self, hosts: Sequence[Sequence[Device]]) -> Wiring:
         """Return the exchange among ranks on ``hosts``, the devices of each; `UserError` where a link is unknown."""

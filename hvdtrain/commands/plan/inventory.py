@@ -6,14 +6,11 @@ Reads the inventory, the catalogue and assumptions, measures the model here, and
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.cluster import boot
@@ -140,10 +137,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _read(asked: PlanRequest, writes: bool) -> tuple[Inventory | None, assumptions.Assumed | None, Catalogue]:
     """Return the files; ``writes``: see now whether the plan can be written, before it is measured for."""
-    target = Path(asked.target)
-    if writes and asked.target not in ("", "-") and (target.is_dir() or not os.access(
-            target if target.exists() else target.parent, os.W_OK)):
-        raise UserError(f"the plan cannot be written to {asked.target!r}", "a writable file", "correct --json")
+    if writes:
+        tables.check_target(asked.target)
     given = None if asked.inventory == HERE else inventories.read(asked.inventory)
     assumed = assumptions.read(asked.assume) if asked.assume else None
     made = catalogue_here()
@@ -376,7 +371,7 @@ def _planned(asked: PlanRequest, here: PlannedHosts, workload: Workload, calibra
               "left_out": left_out,
               "choice": None if best is None else {"name": "as given", "line": line} if isinstance(best, bool) else {
                   "name": best.name, "line": command(best, words)}}
-    _write(asked.target, record)
+    tables.write(asked.target, record)
     if not asked.quiet:
         for text in here.notes:
             terminal.note(text)
@@ -394,13 +389,3 @@ def _train_words(asked: PlanRequest, samples: int, settings: TrainingSettings, h
         if epochs > here.config.epochs:  # whichever ends first ends the run
             words += ["--epochs", str(epochs)]
     return words
-
-
-def _write(target: str, record: dict[str, Any]) -> None:
-    if target == "-":
-        sys.stdout.write(json.dumps(record, indent=1) + "\n")
-    elif target:
-        try:
-            Path(target).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"the plan could not be written: {error}", "a writable file", "correct --json") from None

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from hvdtrain.planning.linear import Link
 
 WARM_STEPS = 3
-TIMED_S = 1.5
+TIMED_S = 3.0
 """Time that a row's steps are measured for, and no fewer steps than `LEAST_STEPS`."""
 
-LEAST_STEPS, MOST_STEPS = 4, 60
+LEAST_STEPS, MOST_STEPS = 8, 60
 
 MICRO_BATCHES = 4
 

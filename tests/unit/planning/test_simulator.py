@@ -168,6 +168,14 @@ def test_buckets_hide_behind_backward_except_for_the_last():
     assert step(Scene(ranks, slow)).mid_s == pytest.approx(15e-3 + 40 * each_s)
 
 
+def test_a_bucket_that_is_complete_early_is_encoded_after_those_before_it():
+    """TensorFlow completes the first bucket last: no encoding is hidden then."""
+    ranks = (Rank(0, LinearTime(0, 1e-2), 3),) * 2
+    exchange = Exchange("mpi", (1 << 20,) * 2, within=Link(0, 1e-12), overlaps=True, codec_s=4e-3, ready=(1.0, 0.5))
+    assert step(Scene(ranks, exchange)).parts["exchange"] == pytest.approx(4e-3, rel=0.01)
+    assert step(Scene(ranks, replace(exchange, ready=(0.5, 0.9)))).parts["exchange"] == pytest.approx(2e-3, rel=0.01)
+
+
 def test_ranks_that_share_cores_speed_up_when_one_ends():
     line = LinearTime(0, 1e-3)
     ranks = (Rank(0, line, 10), Rank(0, line, 10), Rank(0, line, 4))

@@ -177,3 +177,13 @@ def test_verify_tells_whether_a_model_follows_law_2(norm, status, said):
     assert job.returncode == status, job
     assert re.search(said, job.stdout), job.text
     assert not job.orphans
+
+
+@pytest.mark.parametrize("ranks, model, limit", [(2, "torch_models.cnn:build", "4"), (1, "tf_models.cnn:build", "5")])
+def test_a_time_limit_shorter_than_the_start_is_refused(tmp_path, ranks, model, limit):
+    """Two ranks need over 4 s for Python's start and MPI's end; TensorFlow and an end need over 5 s."""
+    words = ["-m", "hvdtrain", "train", "--model", model, "--time_limit", limit, "--out", str(tmp_path / "out")]
+    job = mpirun(ranks, words) if ranks > 1 else run([sys.executable, *words])
+    assert job.returncode == 2 and not (tmp_path / "out").exists(), job.text
+    assert job.text.count(f"a time limit of {limit} s, of which the start took") == 1, job.text
+    assert "Traceback" not in job.text

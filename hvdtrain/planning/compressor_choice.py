@@ -38,7 +38,7 @@ BUCKET_TIE = 0.03
 """Costs of bucket sizes this near to the least count as equal; of those the largest bucket is taken."""
 
 OFF = 0.25
-"""A step this much longer than predicted is told, even where it still wins."""
+"""A step this much longer than predicted is reported, even where it still wins."""
 
 
 @dataclass(frozen=True)

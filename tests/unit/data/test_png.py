@@ -1,5 +1,6 @@
 """Plain PNGs: decoded together they have Pillow's pixels, and whatever is not plain or damaged is left to Pillow."""
 
+import importlib
 import io
 import struct
 import zlib
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from hvdtrain.data import png as png_module
 from hvdtrain.data.pictures import decode, parsed, stacked
 from hvdtrain.data.png import Scanlines, scanlines
 from hvdtrain.data.sources import Unreadable
@@ -108,7 +110,12 @@ def test_filters_and_lengths_that_do_not_exist():
         assert (scanlines(data, MOST) is not None) == plain, len(lines)
 
 
-def test_each_damaged_byte_is_found_or_changes_nothing():
+@pytest.mark.parametrize("package", ["isal", "zlib"])
+def test_each_damaged_byte_is_found_or_changes_nothing(package, monkeypatch):
+    if package == "isal":
+        pytest.importorskip("isal", reason="isal is not installed")
+    module = importlib.import_module("isal.isal_zlib" if package == "isal" else "zlib")
+    monkeypatch.setattr(png_module, "_zlib", lambda: module)
     rng = np.random.default_rng(2)
     pixels = rng.integers(0, 256, (5, 6, 3), dtype=np.uint8)
     whole = png(pixels, filters=[1, 4, 2])

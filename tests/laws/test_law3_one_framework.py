@@ -85,11 +85,12 @@ def test_the_check_sees_every_way_to_import_by_name(source):
 
 
 SCRIPT = """
-import json, sys
+import gc, json, sys
 import numpy as np
 from hvdtrain import Config, Trainer
 from hvdtrain.config import CheckpointConfig
 {model}
+assert gc.isenabled()
 x = np.random.default_rng(0).standard_normal((16, 4)).astype("float32")
 y = np.arange(16) % 3
 config = Config(global_batch=8, max_steps=2, progress="off", out={out!r}, checkpoint=CheckpointConfig(at_end=False))

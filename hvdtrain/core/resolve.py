@@ -7,8 +7,6 @@ code the user asked to run, nothing else.
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import importlib
 import importlib.util
 import os
@@ -17,9 +15,8 @@ import re
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -110,8 +107,6 @@ def load_callable(text: str, key: str) -> Callable[..., Any]:
 def load_module(where: str, key: str) -> ModuleType:
     """Import a module by dotted name or by the path of a ``.py`` file."""
     torchvision_parts.use()
-    if not any(isinstance(finder, _FrameworkFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _FrameworkFinder())
     if where.endswith(".py"):
         return _load_file(Path(where), key)
     if not all(part.isidentifier() for part in where.split(".")):
@@ -133,52 +128,6 @@ def load_module(where: str, key: str) -> ModuleType:
         raise _lacking(where, missing, key) from None
     except SyntaxError as error:
         raise _unreadable(error, key) from None
-
-
-class _FrameworkFinder(MetaPathFinder):
-    """Import Keras and TensorFlow as `_IMPORTERS` says, in a third less processor time."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None = None,
-                  target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path) if name in _IMPORTERS else None
-        if spec is not None and spec.loader is not None:
-            run = functools.partial(_IMPORTERS[name], spec.loader.exec_module)
-            spec.loader.exec_module = run  # type: ignore[method-assign]
-        return spec
-
-
-def _without_collector(run: Callable[[ModuleType], None], module: ModuleType) -> None:
-    """Run ``module`` without garbage collections: they find next to nothing, and take 0.7 of TensorFlow's 3.1 s."""
-    if not gc.isenabled():
-        return run(module)
-    gc.disable()
-    try:
-        run(module)
-    finally:
-        gc.enable()
-
-
-def _at_first_use(run: Callable[[ModuleType], None], module: ModuleType) -> None:
-    """Run ``module``, which only imports names, as soon as one is asked for. Threads may run it twice."""
-    names = vars(module)
-
-    def fill() -> list[str]:
-        run(module)
-        names.pop("__getattr__", None)
-        names.pop("__dir__", None)
-        return list(names)
-
-    def get(name: str) -> Any:
-        if name.startswith("__") and name != "__all__":  # what inspect and the import system look for
-            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-        fill()
-        return getattr(module, name)
-
-    names.update(__getattr__=get, __dir__=fill)
-
-
-_IMPORTERS = {"tensorflow": _without_collector, "keras": _without_collector, "keras.wrappers": _at_first_use}
-"""Keras' wrappers import scikit-learn and SciPy: 0.6 s of each process. PyTorch's import gains nothing."""
 
 
 def _unreadable(error: SyntaxError, key: str) -> UserError:
@@ -229,7 +178,7 @@ def _run_file(full: Path, name: str, path: Path, key: str) -> ModuleType:
     return module
 
 
-@functools.lru_cache(maxsize=None)
+@lru_cache(maxsize=None)
 def in_slot(package: str, function: str) -> tuple[str, ...]:
     """Return the names of the files in ``package`` that have ``function``; imports them."""
     names = [module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)]

@@ -109,7 +109,7 @@ assert SKLearnRegressor.__module__ == "keras.src.wrappers.sklearn_wrapper"
 """Keras' wrappers import scikit-learn, and are there as soon as one is used."""
 MODELS = {
     "torch": "import torch\nmodel = torch.nn.Linear(4, 3)",
-    "tensorflow": "from hvdtrain.core.resolve import load_module\nkeras = load_module('keras', 'model')\n"
+    "tensorflow": "from hvdtrain.cluster import quiet\nquiet.watch_import()\nimport keras\n"
                   "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])",
 }
 

@@ -100,6 +100,7 @@ print(json.dumps({{"steps": result.steps, "tops": sorted({{name.partition(".")[0
 """
 AFTER = {"torch": "", "tensorflow": """
 import inspect
+assert gc.get_freeze_count() > 100_000  # the frameworks' objects are in no later collection
 inspect.getmodule(type("Local", (), {}))  # looks at every module
 assert "keras.wrappers" in sys.modules and "sklearn" not in sys.modules
 assert "SKLearnClassifier" in dir(keras.wrappers) and not hasattr(keras.wrappers, "SKLearn")

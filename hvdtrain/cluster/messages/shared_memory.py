@@ -41,7 +41,7 @@ _RECORD = 4
 _TAIL, _RECORDS_AT = 8, 16
 _LANE = _RECORDS_AT + _RECORD * ROOM
 """Words of a lane: messages sent so far, at `_TAIL` messages taken, each on a line of the cache of its own, records."""
-_SLOT_HEAD = 64
+SLOT_HEAD = 64
 """Bytes before a message in its slot: a word that is 1 while the slot is taken."""
 _FILES = 1 << 16
 """Open files that a process asks for at most: a kept message takes two of its sender and one of its receiver."""
@@ -160,7 +160,7 @@ def _files() -> Iterator[None]:
                         "raise it (ulimit -n), or set fewer pipeline.micro_batches or pipeline.order: 1f1b") from None
 
 
-class _Slot:
+class Slot:
     """Memory of this rank for one message to one rank: ``number`` among all of this rank's, ``words``, ``data``.
 
     The receiver maps it and reads the message where it lies; it is free once the receiver drops the message.
@@ -170,10 +170,10 @@ class _Slot:
         self.number, self.nbytes = number, 1 << (nbytes - 1).bit_length()  # memory that nobody touches is not there
         with _files():
             self.fd = os.memfd_create("hvdtrain-message")
-            os.ftruncate(self.fd, _SLOT_HEAD + self.nbytes)
-            memory = mmap.mmap(self.fd, _SLOT_HEAD + self.nbytes)
+            os.ftruncate(self.fd, SLOT_HEAD + self.nbytes)
+            memory = mmap.mmap(self.fd, SLOT_HEAD + self.nbytes)
         self.words = np.frombuffer(memory, np.int64, 1)
-        self.data = np.frombuffer(memory, np.uint8, offset=_SLOT_HEAD)
+        self.data = np.frombuffer(memory, np.uint8, offset=SLOT_HEAD)
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -186,7 +186,7 @@ class _Sending:
 
     def __init__(self, lane: np.ndarray, number: Callable[[], int]) -> None:
         self._lane, self._number = lane, number
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
 
     def count(self) -> int:
         return int(self._lane[0] - self._lane[_TAIL])
@@ -202,14 +202,14 @@ class _Sending:
         _fence()
         self._lane[0] = n + 1
 
-    def _slot(self, total: int) -> _Slot:
+    def _slot(self, total: int) -> Slot:
         """Return the smallest free slot that is large enough, a new one where there is none."""
         free = [slot for slot in self._slots if not slot.words[0]]
         for slot in free:
             slot.close()
         fits = [slot for slot in free if slot.nbytes >= total]
         if not fits:
-            fits = [_Slot(self._number(), max(total, mmap.PAGESIZE))]
+            fits = [Slot(self._number(), max(total, mmap.PAGESIZE))]
             self._slots += fits
         return min(fits, key=lambda slot: slot.nbytes)
 
@@ -239,18 +239,25 @@ class _Taking:
         if memory is None:
             try:
                 with _files():
-                    memory = self._mapped[self._pid, slot] = _opened(self._pid, fd, _SLOT_HEAD + nbytes)
+                    memory = self._mapped[self._pid, slot] = opened(self._pid, fd, SLOT_HEAD + nbytes)
             except (FileNotFoundError, PermissionError, ProcessLookupError) as error:  # of a process that ends, or has
                 raise PeerFailed(f"rank {self._source} ended before its message was read") from error
-        data = np.frombuffer(memory, np.uint8, total, _SLOT_HEAD)
-        # Views of the array keep it, not its memory alone: it goes with the last of them.
-        weakref.finalize(data, np.frombuffer(memory, np.int64, 1).__setitem__, 0, 0).atexit = False
+        data = freed_with(memory, total)
         _fence()
         lane[_TAIL] = number + 1
         return data
 
 
-def _opened(pid: int, fd: int, nbytes: int) -> mmap.mmap:
+def freed_with(memory: mmap.mmap, nbytes: int) -> np.ndarray:
+    """Return the message in a slot, uint8[nbytes], whose slot is free again once the message and its views are gone."""
+    data = np.frombuffer(memory, np.uint8, nbytes, SLOT_HEAD)
+    # Views of the array keep it, not its memory alone: it goes with the last of them.
+    weakref.finalize(data, np.frombuffer(memory, np.int64, 1).__setitem__, 0, 0).atexit = False
+    return data
+
+
+def opened(pid: int, fd: int, nbytes: int) -> mmap.mmap:
+    """Map a file that another process has open."""
     own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(own, nbytes)

@@ -5,7 +5,8 @@ Knows the package by the names of its classes. `hvdtrain.data.collate` has rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,48 @@ def files_of(dataset: Any) -> int:
             return 0
         stage = getattr(stage, "ex_iterable", None)
     return int(getattr(dataset, "num_shards", 0))
+
+
+def identity_of(dataset: Any) -> str:
+    """Return a text that ranks with the same samples in the same order share; "" where only reading can tell.
+
+    Of a ``datasets.IterableDataset`` over files that a reader of the package reads without a filter of the user's;
+    of another dataset its ``identity``, if it has one.
+    """
+    stage = getattr(dataset, "_ex_iterable", None)
+    if stage is None:
+        return str(getattr(dataset, "identity", ""))
+    if not files_of(dataset):
+        return ""
+    filtered, facts = False, list[Any]()
+    while (inner := getattr(stage, "ex_iterable", None)) is not None:
+        filtered = filtered or type(stage).__name__ == "FilteredExamplesIterable"
+        facts += [type(stage).__name__, {name: value for name, value in vars(stage).items()
+                                         if name not in ("ex_iterable", "_state_dict")}]
+        stage = inner
+    reader = getattr(stage, "generate_tables_fn", None) or getattr(stage, "generate_examples_fn", None)
+    if filtered or not str(getattr(reader, "__module__", "")).startswith("datasets."):
+        return ""  # functions of the user's may ask for the rank
+    from datasets.fingerprint import Hasher
+
+    names = list(_texts(stage.kwargs))
+    facts += [reader.__module__, repr(getattr(getattr(reader, "__self__", None), "config", None)), names,
+              sizes_of(names)]
+    return str(Hasher.hash(facts))
+
+
+def sizes_of(names: Iterable[str]) -> list[int]:
+    """Return the bytes of each file; -1 of what this host has no file of."""
+    return [os.path.getsize(name) if os.path.isfile(name) else -1 for name in names]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts within dicts, lists and tuples."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts(one)
 
 
 class DatasetRows:

@@ -21,6 +21,12 @@ from hvdtrain.data.stream_state import CANNOT, Mark, Positions
 
 HEAD_ROWS = 16
 """Samples at the start of a stream's epoch that are compared after a resumption, and between shards."""
+_CHUNK = 64
+
+
+def chunk_sizes() -> Iterator[int]:
+    """Return how many single samples to stack for each chunk: at first those that all ranks may read to compare."""
+    return itertools.chain([HEAD_ROWS], itertools.repeat(_CHUNK))
 
 
 class Opened(NamedTuple):
@@ -82,6 +88,7 @@ class StreamReading:
             opened = self._opened[index, of]
             if self.decodes > before:  # chunks may be larger than what is wanted
                 self.sample_s = (time.perf_counter() - begin) / (self.decodes - before)
+        opened.chunks.extend(_filled(opened.rest, least - sum(len(chunk[0]) for chunk in opened.chunks)))
         return opened.chunks
 
     def seek(self, epoch: int, samples: int, least: int) -> str:

@@ -6,12 +6,16 @@ Owns the conversion only. A resumed run starts a shuffling dataset as often as t
 from __future__ import annotations
 
 import copy
+import hashlib
+import itertools
+import os
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.data import grain_data, hugging_face
@@ -21,9 +25,8 @@ from hvdtrain.data.objects import ObjectSource, PyDatasetStream, indexed, of_bat
 from hvdtrain.data.rows import ColumnNames, columns
 from hvdtrain.data.sources import ArraySource, Source, refuse_strings
 from hvdtrain.data.stream import Arrays, Stream
+from hvdtrain.data.stream_reading import chunk_sizes
 
-_CHUNK = 64
-"""Samples of an unbatched dataset that are stacked at once; of no consequence for the batches."""
 _BATCHES = {"_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset", "_DenseToRaggedDataset",
             "_RebatchDataset", "_MapAndBatchDataset"}
 _KEEPS_ELEMENTS = {"_PrefetchDataset", "_OptionsDataset", "CacheDataset", "_CacheDataset", "_RepeatDataset",
@@ -117,11 +120,29 @@ class DatasetStream(_Elements):
     @cached_property
     def num_shards(self) -> int:
         """Return the number of files; 0 where it is not known, or where the samples depend on how they are divided."""
-        files = _files(self.dataset)
+        source = _source(self.dataset)
+        files = 0 if source is None else max(0, int(source.cardinality()))
         try:
             return files if files > 1 and _sharded(self.dataset, 2, 0) is not None else 0
         except tf.errors.OpError:  # TensorFlow finds no files either
             return 0
+
+    @cached_property
+    def identity(self) -> str:
+        """Return a hash of the graph, the names of the files and their sizes; "" where a step calls Python, draws
+        random numbers or keeps variables, which may differ between ranks.
+        """
+        if not self.num_shards:
+            return ""
+        graph = _graph(self.dataset)
+        nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+        if any(_keeps_state(node.op) for node in nodes):
+            return ""
+        names = list(_source(self.dataset).as_numpy_iterator())
+        if not all(isinstance(name, bytes) for name in names):
+            return ""
+        parts = sorted(part.SerializeToString(deterministic=True) for part in (*graph.node, *graph.library.function))
+        return hashlib.sha256(repr([parts, names, hugging_face.sizes_of(map(os.fsdecode, names))]).encode()).hexdigest()
 
     def shard(self, num_shards: int, index: int) -> DatasetStream:
         """Return the stream of a part of the files."""
@@ -147,14 +168,10 @@ class DatasetStream(_Elements):
             yield from map(self.arrays, elements)
             self._left = None
             return
-        held: list[Arrays] = []
-        for element in elements:
-            held.append(self.arrays(element))
-            if len(held) == _CHUNK:
-                yield _stacked(held)
-                held = []
-        if held:
-            yield _stacked(held)
+        for n in chunk_sizes():
+            if not (chunk := [self.arrays(element) for element in itertools.islice(elements, n)]):
+                break
+            yield _stacked(chunk)
         self._left = None
 
     def _draw(self, iterator: Iterator[Any]) -> None:
@@ -199,26 +216,29 @@ def _nodes(dataset: Any) -> Iterator[Any]:
         yield from _nodes(node)
 
 
-def _files(dataset: Any) -> int:
-    """Return the number of files that ``dataset`` reads one by one; 0 where a step of it counts elements or mixes them.
+def _source(dataset: Any) -> Any:
+    """Return the dataset of the files that ``dataset`` reads one by one; None where a step counts elements or mixes
+    them.
     """
     node, by_file = dataset, False
     while True:
         kind, inputs = type(node).__name__, _inputs(getattr(node, "_impl", node))
         batches = kind in ("_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset") and not by_file
         if not (_is_batched(dataset) if batches else kind in _BY_FILE | _BY_ELEMENT) or len(inputs) > 1:
-            return 0
+            return None
         if bool(np.asarray(getattr(node, "_drop_remainder", False))) or np.asarray(
                 getattr(node, "_filename", b"")).item():  # of a cache
-            return 0
+            return None
         by_file = by_file or kind in _BY_FILE
         if not inputs:
-            return max(0, int(node.cardinality())) if by_file else 0
+            return node if by_file else None
         node = inputs[0]
 
 
 _OWN_STATE = {"ShuffleDatasetV3": (4, "DummySeedGenerator"), "CacheDatasetV2": (2, "DummyMemoryCache")}
 """Steps with state that copies of a dataset share: their input for it, and the operation that makes a new one."""
+_OF_DATASETS = {"DummySeedGenerator", "DummyMemoryCache", "DummyIterationCounter", "_Retval"}
+"""Operations of a dataset's graph that count as stateful, and give all ranks the same."""
 
 
 def _sharded(dataset: Any, num_shards: int, index: int) -> tf.data.Dataset:
@@ -226,9 +246,7 @@ def _sharded(dataset: Any, num_shards: int, index: int) -> tf.data.Dataset:
 
     Errors: `tf.errors.OpError` where TensorFlow finds no files.
     """
-    flat = tf.nest.flatten(dataset.element_spec)
-    graph = tf.compat.v1.GraphDef.FromString(tf.raw_ops.DatasetToGraphV2(
-        input_dataset=tf.data.experimental.to_variant(dataset), external_state_policy=1).numpy())  # 1: ignore
+    flat, graph = tf.nest.flatten(dataset.element_spec), _graph(dataset)
     for node in [node for node in graph.node if node.op in _OWN_STATE]:
         place, op = _OWN_STATE[node.op]
         own = graph.node.add(name=f"{node.name}/own", op=op)
@@ -239,6 +257,17 @@ def _sharded(dataset: Any, num_shards: int, index: int) -> tf.data.Dataset:
         output_types=[spec.dtype for spec in flat], output_shapes=[spec.shape for spec in flat],
         auto_shard_policy=int(tf.data.experimental.AutoShardPolicy.FILE))
     return tf.data.experimental.from_variant(variant, dataset.element_spec).with_options(dataset.options())
+
+
+def _graph(dataset: Any) -> Any:
+    return tf.compat.v1.GraphDef.FromString(tf.raw_ops.DatasetToGraphV2(
+        input_dataset=tf.data.experimental.to_variant(dataset), external_state_policy=1).numpy())  # 1: ignore
+
+
+def _keeps_state(op: str) -> bool:
+    """Return whether an operation other than a dataset's may give several results for the same inputs."""
+    known = op_def_registry.get(op)
+    return "Dataset" not in op and op not in _OF_DATASETS and (known is None or known.is_stateful)
 
 
 def _check_order(node: Any) -> None:

@@ -29,7 +29,8 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
 from hvdtrain.planning.batch.plan import equal, of_shares, plan
-from hvdtrain.planning.linear import LinearTime, Link, Traffic, fit, wire_seconds
+from hvdtrain.planning.compressor_choice import CodecCost, CompressorCost, codec_of
+from hvdtrain.planning.linear import LinearTime, Link, Traffic, fit, with_adding
 from hvdtrain.planning.simulator import Exchange, Host, Rank, Scene, Stages, StepForecast, host_links, step
 
 MEDIAN, WORST = 8.0, 20.0
@@ -195,7 +196,7 @@ def predict(calibrated: Mapping[str, Any], row: str, blocks: Mapping[str, Any] |
     updates = 1 if asked["kind"] == "whole" else 1 / size  # each rank has a part of the parameters, or of their state
     updates_P = [_mean(run["phases"][rank]["update"] for run in runs) * updates for rank in range(size)]
     if zero and (shard := calibrated["transports"][asked["wire"]].get("shard")):
-        updates_P = [slower * update_s for update_s, _ in shard["times_P"]]
+        updates_P = [slower * update_s for update_s in shard["updates_P"]]
     ranks = tuple(Rank(host, line, share.samples, share.accumulate, updates_P[rank],
                        input_s=_mean(run["phases"][rank]["data"] for run in runs))
                   for rank, (host, line, share) in enumerate(zip(calibrated["hosts"], lines, made.parts)))
@@ -216,7 +217,8 @@ def _adding(calibrated: Mapping[str, Any], lines: Sequence[LinearTime], slower: 
     if not run:
         return [0.0] * len(lines)
     run = _paced(run, slower * calibrated["compute"][0]["step_s"] / run["beside_s"])
-    return [max(0.0, phases["compute"] - line.seconds(run["batch"], ACCUMULATE)) / (ACCUMULATE - 1)
+    n = run["batch"]
+    return [with_adding(line, n, (1, line.seconds(n, 1)), (ACCUMULATE, phases["compute"]))[1]
             for phases, line in zip(run["phases"], lines)]
 
 
@@ -243,26 +245,23 @@ def _exchange(calibrated: Mapping[str, Any], asked: Mapping[str, str], zero: int
     buckets = tuple(cost.get("buckets", plain_buckets))
     sums = Link(**found["link"])
     within, between = host_links(asked["wire"], calibrated["hosts"], sums)
-    codec_s = later_s = 0.0
-    ratio = 1.0
+    codec = CodecCost(0.0, 1.0)
     if asked["compression"] != "none":
-        first_s, later_s = wire_seconds([Traffic(**traffic) for traffic in cost["traffic"]], links)
-        plain = found["costs"]["none"]
-        plain_s, _ = wire_seconds([Traffic(**traffic) for traffic in plain["traffic"]], links)
-        codec_s = slower * cost["codec_s"]
-        starts_s, travel_s = len(buckets) * sums.alpha_s, sum(buckets) * sums.beta_s_per_byte
-        plain_sums_s = len(plain_buckets) * sums.alpha_s + sum(plain_buckets) * sums.beta_s_per_byte
-        ratio = max(0.0, (first_s / plain_s * plain_sums_s - starts_s) / travel_s)
+        codec = codec_of(_cost(cost), _cost(found["costs"]["none"]), links, sums, buckets, plain_buckets)
     if asked["kind"] == "pipeline" or size < 2:
         buckets = ()
-    shard, overlaps, gather_s = found.get("shard") if zero else None, found["overlaps"], 0.0
+    shard, overlaps, copy_s = found.get("shard") if zero else None, found["overlaps"], 0.0
     if shard:
-        buckets, overlaps = tuple(shard["buckets"]), shard["overlaps"]
-        gather_s = slower * min(seconds for _, seconds in shard["times_P"])  # who updates last waits for no other
+        buckets, overlaps, copy_s = tuple(shard["buckets"]), shard["overlaps"], slower * shard["copy_s"]
     ready = tuple(found.get("ready", ()))
-    return Exchange(asked["wire"], buckets, within, between, overlaps, codec_s, ratio, zero, found["busy_cores"],
-                    ready if len(ready) == len(buckets) else (), later_s=later_s, agreement_s=agreement_s,
-                    gather_s=gather_s)
+    return Exchange(asked["wire"], buckets, within, between, overlaps, slower * codec.codec_s, codec.ratio, zero,
+                    found["busy_cores"], ready if len(ready) == len(buckets) else (), later_s=codec.later_s,
+                    agreement_s=agreement_s, copy_s=copy_s)
+
+
+def _cost(row: Mapping[str, Any]) -> CompressorCost:
+    return CompressorCost(row["name"], row["codec_s"], tuple(Traffic(**traffic) for traffic in row["traffic"]),
+                          row["wire_bytes"])
 
 
 def _stages(calibrated: Mapping[str, Any], asked: Mapping[str, str], blocks: Mapping[str, Any],

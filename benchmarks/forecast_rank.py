@@ -25,13 +25,13 @@ from hvdtrain.planning.simulator.scene import BACKWARD
 
 if TYPE_CHECKING:
     from hvdtrain.parallel.data_parallel.replicate import Replicate
-    from hvdtrain.parallel.data_parallel.zero import Zero
+    from hvdtrain.planning.linear import Link
 
 WARM_STEPS = 3
-TIMED_S = 1.5
+TIMED_S = 3.0
 """Time that a row's steps are measured for, and no fewer steps than `LEAST_STEPS`."""
 
-LEAST_STEPS, MOST_STEPS = 4, 60
+LEAST_STEPS, MOST_STEPS = 8, 60
 
 MICRO_BATCHES = 4
 
@@ -93,9 +93,10 @@ class _Rank:
                                  "transports": {}}
         rows = [ours_row(text) for text in self.args.row]
         for wire in dict.fromkeys(row["wire"] for row in rows if self.control.size > 1):
-            found["transports"][wire] = self.links(wire, {row["compression"] for row in rows if row["wire"] == wire})
+            found["transports"][wire], link = self.links(wire, {row["compression"] for row in rows
+                                                                if row["wire"] == wire})
             if any(row["wire"] == wire and row["kind"] == "zero2" for row in rows):
-                found["transports"][wire]["shard"] = self.shard(wire)
+                found["transports"][wire]["shard"] = self.shard(wire, link)
         self._say(found)
         for text, row in zip(self.args.row, rows):
             self._say({"event": "row", "row": text, **self.row(row)})
@@ -113,8 +114,11 @@ class _Rank:
         run = prepared.run
         return {"batch": batch, **timed, "parameters": sum(int(spec.n) for spec in run.parts.params.specs)}
 
-    def links(self, wire: str, compressions: set[str]) -> dict[str, Any]:
-        """Return links, buckets and when backward completes them, the compressors' own costs over a transport."""
+    def links(self, wire: str, compressions: set[str]) -> tuple[dict[str, Any], Link]:
+        """Return links, buckets and when backward completes them, the compressors' own costs over a transport.
+
+        And the link of its sums.
+        """
         from hvdtrain.comm import sweep, transport_sweep
 
         prepared = self._prepare(self.args.batch, wire=wire, adam="whole")
@@ -128,7 +132,7 @@ class _Rank:
                 "buckets": [int(bucket.nbytes) for bucket in run.dp.buckets], "refused": found.refused,
                 "links": {kind: asdict(link) for kind, link in found.links.items()},
                 "costs": {cost.name: {**asdict(cost), "buckets": [b.nbytes for b in dp.buckets_with(cost.name)]}
-                          for cost in found.costs if cost.name in compressions | {"none"}}}
+                          for cost in found.costs if cost.name in compressions | {"none"}}}, sums.link
 
     def _ready(self, prepared: Prepared) -> list[float]:
         """Return the fraction of backward after which each bucket is handed to the transport; [] inside a graph."""
@@ -144,20 +148,15 @@ class _Rank:
                if f"bucket{i}_s" in marks]
         return [max(portions) for portions in zip(*self.control.gather(own))] if len(own) == count else []
 
-    def shard(self, wire: str) -> dict[str, Any]:
-        """Return each rank's seconds of updating its shard by ZeRO, and of gathering the parameters: no step's."""
+    def shard(self, wire: str, link: Link) -> dict[str, Any]:
+        """Return ZeRO's update of each rank's shard, and the buckets of its run."""
+        from hvdtrain.engine import calibration
+
         run = self._prepare(self.args.batch, wire=wire, adam="zero2").run
-        dp, seconds = cast("Zero", run.dp), []
-        grads = [dp.ops.zeros(sizes_P[self.control.rank], b.dtype) for b, sizes_P in zip(dp.buckets, dp.sizes_BP)]
-        for _ in range(WARM_STEPS + LEAST_STEPS):
-            dp.begin(0)
-            self.control.barrier("an update")
-            begin = time.perf_counter()
-            dp.update(0, grads)
-            seconds.append((time.perf_counter() - begin - dp.gather_s, dp.gather_s))
-        times_P = self.control.gather([statistics.median(times) for times in zip(*seconds[WARM_STEPS:])])
-        return {"overlaps": dp.reducer.collectives.overlaps, "times_P": times_P,
-                "buckets": [int(bucket.nbytes) for bucket in dp.buckets]}
+        own = calibration.zero_update(run, link)
+        assert own is not None, "Adam updates slices"
+        return {"overlaps": own.overlaps, "copy_s": own.copy_s, "updates_P": self.control.gather(own.update_s),
+                "buckets": [int(bucket.nbytes) for bucket in run.dp.buckets]}
 
     def row(self, row: Mapping[str, str]) -> dict[str, Any]:
         """Return the measured step of a row, and what its run planned by itself."""

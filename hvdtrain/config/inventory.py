@@ -142,8 +142,9 @@ def _host(given: Any, where: str) -> InventoryHost:
     host = _mapping(given, where, "it")
     _known(host, where, ("name", "devices", "price_per_hour", "power_w", "count", "mtbf_hours"))
     name, text, count = host.get("name"), host.get("devices"), host.get("count", 1)
-    if not (isinstance(name, str) and name.strip()):
-        raise _refusal(where, "name", name, "the host's name; '*' for all other hosts")
+    if not (isinstance(name, str) and re.fullmatch(r"[^\s,:]+", name.strip())):
+        raise _refusal(where, "name", name, "the host's name, without spaces, commas and colons; '*' for all other "
+                       "hosts")
     kinds = devices_of(text) if isinstance(text, str) else None
     if kinds is None:
         raise _refusal(where, "devices", text, 'a text such as "2 x A100-40GB"')

@@ -39,6 +39,7 @@ from hvdtrain.data.rows import note_of, rows_of
 from hvdtrain.data.workers import start
 from hvdtrain.engine import build_model, compare_ranks, first_sample, session
 from hvdtrain.engine.build_model import Slowed
+from hvdtrain.engine.callbacks.limits import check_start
 from hvdtrain.engine.callbacks.order import in_order
 from hvdtrain.engine.compare_ranks import check_config, check_parts, check_world
 from hvdtrain.engine.memory_plan import settle
@@ -99,8 +100,11 @@ class Job:
     notes: list[str]
 
 
-def joined_job(config: Config, model: Any, control: Control | None) -> Job:
-    """Start the control plane, build the model on every rank, and survey hosts and devices. Collective."""
+def joined_job(config: Config, model: Any, control: Control | None, trains: bool = False) -> Job:
+    """Start the control plane, build the model on every rank, and survey hosts and devices. Collective.
+
+    ``trains``: a time limit that has passed ends the job.
+    """
     settings.check_launcher(config, (facts := launch_facts(os.environ)).kind)
     if control is None:
         install_hooks(facts)
@@ -109,6 +113,8 @@ def joined_job(config: Config, model: Any, control: Control | None) -> Job:
                                      heartbeat_s=config.heartbeat_timeout_s)
     if control is not None:
         check_config(config, control)
+        if trains:
+            check_start(config, control)
     spec = build_model.model_of(config, model, facts, control)
     backend = backends.load(spec.framework)
     causes.mark("imported")
@@ -122,9 +128,10 @@ def joined_job(config: Config, model: Any, control: Control | None) -> Job:
 
 def _assembled(config: Config, model: Any, data: RunData, given: Control | None, collectives: Collectives | None,
                more: Callable[[Run], list[RunCallback[Run]]] | None) -> Run:
-    job = joined_job(config, model, given)
+    job = joined_job(config, model, given, True)
     facts, control, spec, backend, notes = job.facts, job.control, job.spec, job.backend, job.notes
     topology, devices = job.topology, job.devices
+    check_start(config, control)
     agreed(control, lambda: trackers.check_installed(config.trackers) if control.rank == 0 else None, "trackers")
     agreed(control, lambda: remote.fetch(config, notes.append) if control.rank == 0 else None, "storage")
     before = session.cut_before(config, spec.name, control, [device.name for device in devices])
@@ -140,6 +147,7 @@ def _assembled(config: Config, model: Any, data: RunData, given: Control | None,
     adapters, cores = (partial(backend.adapt_data, seed=config.seed, rows=rows),), topology.cores_of(control.rank)
     train, test, sets = agreed(control, lambda: prepare.read(config, data.data, adapters, cores, notes,
                                                              data.eval_sets), "data")
+    check_start(config, control)
     agreed(control, lambda: check_collated(rows, train, test, *sets.values()), "data.collate")
     notes += torchvision_parts.notes()
     feed, eval_feeds = build_model.feeds_of(spelled, spec, mesh, control, train, test, sets)

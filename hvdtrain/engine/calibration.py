@@ -1,6 +1,6 @@
-"""Calibration of a device kind: a short run of a model, kept in a cache file for plans.
+"""Calibration of a device kind: a short run of a model, for plans.
 
-Owns the measurement and its file. What plans make of it is `hvdtrain.planning.hardware`'s.
+Owns the measurement. Its file is left to `hvdtrain.engine.calibration_file`, plans to `hvdtrain.planning.hardware`.
 """
 
 from __future__ import annotations
@@ -8,9 +8,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-import json
-import math
-import re
 import tempfile
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -25,29 +22,27 @@ from hvdtrain.checkpoint import files
 from hvdtrain.cluster.control import agreed
 from hvdtrain.comm import sweep, transport_sweep
 from hvdtrain.comm.sweep import slowest
-from hvdtrain.core import whole_file
+from hvdtrain.config.sections import DataParallelConfig
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import Bucket, StepBatch
 from hvdtrain.core.units import MIB
 from hvdtrain.engine import balance_probe, loop, memory_survey, step_history
+from hvdtrain.engine.calibration_file import corrected, keep, known, runs_of
 from hvdtrain.engine.machine import SAMPLES
 from hvdtrain.engine.memory_survey import MemoryProbeContext
 from hvdtrain.engine.run import Run
-from hvdtrain.engine.step_history import StepRow
+from hvdtrain.parallel.data_parallel import DataParallelSetup, zero
 from hvdtrain.parallel.data_parallel.replicate import Replicate
-from hvdtrain.planning.hardware.rates import Calibration
+from hvdtrain.parallel.data_parallel.zero import Zero
+from hvdtrain.planning.batch.sampler import BatchShares
+from hvdtrain.planning.compressor_choice import CodecCost, codec_of
+from hvdtrain.planning.hardware.rates import MOST_ERROR, Calibration, ZeroUpdate
 from hvdtrain.planning.hardware.workload import Workload
-from hvdtrain.planning.linear import LinearTime, Link
+from hvdtrain.planning.linear import LinearTime, Link, with_adding
 from hvdtrain.planning.memory.forecast import MemoryFacts, Sharding
 from hvdtrain.planning.simulator import Exchange, Rank, host_links, step
 from hvdtrain.planning.simulator import Scene as Played
-from hvdtrain.planning.simulator.scene import BACKWARD
-
-VERSION = 2
-"""Of the file's format; others are not read."""
-
-LARGEST, MOST_ENTRIES = 1 << 20, 64
-"""Bytes of a file that is read, and calibrations that it keeps, the latest ones."""
+from hvdtrain.planning.simulator.scene import BACKWARD, NO_LINK
 
 LEAST_STEPS, MOST_STEPS, STEPS_PART = 8, 100, 1.5
 """Steps that are trained, as many as fit into so many times `rebalance.probe_s`."""
@@ -58,12 +53,15 @@ LONGEST = 5.0
 WARM = 3
 """First steps, which trace and allocate."""
 
-LEAST_ERROR, MOST_ERROR, WINDOWS = 0.05, 0.9, 4
-"""Error that a calibration has at least: runs minutes apart differ by as much on shared hosts. At most. Means of so
-many windows of steps tell how far a mean step may be off."""
+LEAST_ERROR, WINDOWS = 0.05, 4
+"""Error that a calibration has at least: runs minutes apart differ by as much on shared hosts. Means of so many windows
+of steps tell how far a mean step may be off."""
 
-MOST_FACTOR = 4.0
-"""Runs correct a calibration by so much at most: what differs more was another setting."""
+LEAST_SAMPLES = 2
+"""Samples of each micro-batch where a rank's batch is divided to time adding gradients: BatchNorm needs two."""
+
+WARM_UPDATES, UPDATES = 3, 5
+"""ZeRO's updates that lay out memory, and those that are timed."""
 
 SWEEP_S = 1.0
 
@@ -99,32 +97,84 @@ def key(run: Run, sample: Any) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
-def calibrated(run: Run, scene: MemoryProbeContext, device: str) -> Calibration:
-    """Measure this job: line, update, exchange, compressors; collective. ``device``: its name in plans.
+def calibrated(run: Run, scene: MemoryProbeContext, device: str) -> tuple[Calibration, Link]:
+    """Measure this job: line, adding of gradients, update, exchange, compressors; collective.
 
-    The line is the probe's, scaled to what forward and backward took in training steps.
+    ``device``: its name in plans. Return the link of sums over the job's transport, too. The line is the probe's,
+    scaled to what forward and backward took in training steps.
     """
     control = run.control
     speeds = balance_probe.probe(run, scene.backend)
     own = speeds[control.rank]
     trained_steps = trained(run)
-    share, micros = trained_steps.samples, trained_steps.micros
-    line = own.line.scaled(max(1e-3, trained_steps.compute_s / max(1e-9, own.line.seconds(share, micros))))
+    line, accumulate_s = _divided(run, own.line, trained_steps)
     host = run.topology.host_of(control.rank)
     hosts = len(run.topology.hosts)
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     found = Calibration(device, run.parts.precision.own, len(host.ranks), hosts, line, own.sizes,
                         trained_steps.update_s, 0.0, run.collectives.name, run.collectives.overlaps,
-                        when=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
+                        accumulate_s=accumulate_s, when=now)
+    link = NO_LINK
     if control.size > 1:
-        found = _exchanging(run, found, hosts)
-    blocks_s, write_s = agreed(control, lambda: _saving(run), "checkpoint")
-    found = replace(found, save_s=_numbers(slowest(control, [blocks_s, write_s])))
-    found = replace(found, late=slowest(control, [trained_steps.late])[0])
+        found, link = _exchanging(run, found, hosts)
+    blocks_s, write_s = slowest(control, list(agreed(control, lambda: _saving(run), "checkpoint")))
+    found = replace(found, save_s=(blocks_s, write_s), late=slowest(control, [trained_steps.late])[0])
     short_s = trained_steps.step_s - _predicted(run, found, trained_steps)
     worst, fixed_s = slowest(control, [max(trained_steps.spread, LEAST_ERROR, -short_s / trained_steps.step_s),
                                        max(0.0, short_s)])
     history = agreed(control, lambda: step_history.key_of(run), "calibration")
-    return replace(found, error=min(MOST_ERROR, worst), fixed_s=fixed_s, history=history)
+    return replace(found, error=min(MOST_ERROR, worst), fixed_s=fixed_s, history=history), link
+
+
+def _divided(run: Run, line: LinearTime, steps: TrainedSteps) -> tuple[LinearTime, float]:
+    """Return ``line`` scaled to ``steps``, and the seconds of adding gradients, from steps of twice the micro-batches.
+
+    Collective. Where a batch cannot be divided, adding takes no time.
+    """
+    before, at, more = run.feed.cut_at(run.state.cursor.step), run.state.cursor.step, 2 * steps.micros
+    divides = not run.control.agree(steps.samples < LEAST_SAMPLES * more)
+    try:
+        if divides:
+            run.feed.recut(BatchShares.of(before.shares_P, more), at)
+    except UserError:  # of the loss or a layer, on all ranks alike
+        divides = False
+    if not divides:
+        return line.scaled(max(1e-3, steps.compute_s / max(1e-9, line.seconds(steps.samples, steps.micros)))), 0.0
+    again = trained(run)
+    run.feed.recut(before, run.state.cursor.step)
+    return with_adding(line, steps.samples, (steps.micros, steps.compute_s), (again.micros, again.compute_s))
+
+
+def zero_update(run: Run, link: Link) -> ZeroUpdate | None:
+    """Time ZeRO's update of this rank's shard and its gathering of parameters over ``link``, outside a step.
+
+    Collective; None where the optimizer needs whole tensors. A run without ZeRO gets the strategy, and is of no other
+    use afterwards.
+    """
+    control, parts = run.control, run.parts
+    if run.dp.divides_state:
+        dp = cast(Zero, run.dp)
+    else:
+        ops = run.dp.reducer.ops  # type: ignore[attr-defined]
+        config = replace(run.spelled, data_parallel=DataParallelConfig("zero", 2))
+        setup = DataParallelSetup(config, control, run.topology, run.setup.group, run.collectives, ops, parts, [])
+        try:
+            dp = cast(Zero, agreed(control, lambda: zero.make(setup), "ZeRO"))
+        except UserError:
+            return None
+    rows = []
+    grads = [dp.reducer.ops.zeros(sizes_P[control.rank], b.dtype) for b, sizes_P in zip(dp.buckets, dp.sizes_BP)]
+    for _ in range(WARM_UPDATES + UPDATES):
+        dp.begin(0)
+        control.barrier("an update by ZeRO")
+        begin = time.perf_counter()
+        dp.update(0, grads)
+        rows.append((time.perf_counter() - begin - dp.gather_s, dp.gather_s))
+    update_s, gather_s = (float(np.median(times)) for times in zip(*rows[WARM_UPDATES:]))
+    gather_s = min(control.gather(gather_s))  # who updates last waits for no other
+    nbytes = sum(bucket.nbytes for bucket in dp.buckets)
+    return ZeroUpdate(control.size, update_s, max(0.0, gather_s - link.seconds(nbytes / 2)),
+                      dp.reducer.collectives.overlaps)
 
 
 @dataclass(frozen=True)
@@ -235,134 +285,34 @@ def _saving(run: Run) -> tuple[float, float]:
     return min(copies) * nbytes / some.size, write_s * nbytes / some.size
 
 
-def _exchanging(run: Run, found: Calibration, hosts: int) -> Calibration:
-    """Return the calibration with the links of this job's transport, and the compressors; collective."""
+def _exchanging(run: Run, found: Calibration, hosts: int) -> tuple[Calibration, Link]:
+    """Return the calibration with the links of this job's transport, and the compressors; and the former; collective.
+    """
     control, wire = run.control, run.collectives
     ops = run.dp.reducer.ops  # type: ignore[attr-defined]
     nbytes = sum(bucket.nbytes for bucket in run.dp.buckets)
     measured, = transport_sweep.measure({wire.name: wire}, ops, control, nbytes, SWEEP_S)
-    codecs: dict[str, tuple[float, float]] = {}
+    codecs: dict[str, CodecCost] = {}
     if run.config.compression == "none" and not run.dp.divides_state:
-        costs = sweep.measure(wire, ops, control, run.dp.buckets, run.config,
-                              cast(Replicate, run.dp).buckets_with).costs
-        whole = next((cost.wire_bytes for cost in costs if cost.name == "none"), 0)
-        codecs = {cost.name: (cost.codec_s, cost.wire_bytes / whole) for cost in costs if cost.name != "none" and whole}
+        dp = cast(Replicate, run.dp)
+        swept = sweep.measure(wire, ops, control, dp.buckets, run.config, dp.buckets_with)
+        costs = {cost.name: cost for cost in swept.costs}
+        plain = costs.pop("none")
+        codecs = {name: codec_of(cost, plain, swept.links, measured.link, [b.nbytes for b in dp.buckets_with(name)],
+                                 [b.nbytes for b in dp.buckets]) for name, cost in costs.items()}
     hosts_P = [number for number, host in enumerate(run.topology.hosts) for _ in host.ranks]
     within, between = host_links(wire.name, hosts_P, measured.link)
-    return replace(found, within=within, between=between if hosts > 1 else None, codecs=codecs)
+    return replace(found, within=within, between=between if hosts > 1 else None, codecs=codecs), measured.link
 
 
 def _predicted(run: Run, found: Calibration, steps: TrainedSteps) -> float:
     """Return the step that the calibration predicts for this very job; collective."""
     rows = run.control.gather((found.line, steps.samples, steps.micros, found.update_s))
-    ranks = tuple(Rank(run.topology.hosts.index(run.topology.host_of(r)), line, samples, micros, update_s)
-                  for r, (line, samples, micros, update_s) in enumerate(rows))
-    none = Link(0.0, 0.0)
+    ranks = tuple(Rank(run.topology.hosts.index(run.topology.host_of(r)), line, samples, micros, update_s,
+                       accumulate_s=found.accumulate_s) for r, (line, samples, micros, update_s) in enumerate(rows))
     exchange = Exchange(found.transport if run.control.size > 1 else "null", tuple(b.nbytes for b in run.dp.buckets),
-                        found.within or none, found.between or none, found.overlaps, late=found.late)
+                        found.within or NO_LINK, found.between or NO_LINK, found.overlaps, late=found.late)
     return step(Played(ranks, exchange)).mid_s
-
-
-def keep(found: Calibration, workload: str) -> None:
-    """Keep a calibration of the workload with the checksum ``workload``; the file appears whole or not at all."""
-    with contextlib.suppress(OSError):
-        folder = balance_probe.cache_folder("calibration")
-        folder.mkdir(parents=True, exist_ok=True)
-        rows = [row for row in _rows(found.device) if _identity(row) != _identity(_row(found, workload))]
-        record = {"version": VERSION, "device": found.device,
-                  "calibrations": [*rows, _row(found, workload)][-MOST_ENTRIES:]}
-        with whole_file(folder / f"{_slug(found.device)}.json") as draft:
-            draft.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def known(device: str, workload: str) -> list[Calibration]:
-    """Return the calibrations of ``device`` that are kept of a workload, the oldest first, corrected by later runs."""
-    found = []
-    for row in _rows(device):
-        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-            if row["workload"] == workload:
-                found.append(corrected(made := _read(device, row), runs_of(made)))
-    return found
-
-
-def runs_of(found: Calibration) -> list[StepRow]:
-    """Return what runs took since in the setting of a calibration, on this host; the oldest first."""
-    return step_history.steps(found.history) if found.history else []
-
-
-def corrected(found: Calibration, rows: Sequence[StepRow]) -> Calibration:
-    """Return the calibration by what whole runs of the model on this device took since; ``rows``: oldest first. Pure.
-
-    The line is scaled to the latest run whose micro-batches it covers, and its error is the largest of the forecasts
-    of these runs.
-    """
-    covered = [row for row in rows if row.micros > 0 and row.compute_s > 0 and found.covers(
-        round(row.samples / row.micros))]
-    if not covered:
-        return found
-    row = covered[-1]
-    factor = row.compute_s / (row.micros * found.line.a_s + row.samples * found.line.c_s)
-    factor = min(MOST_FACTOR, max(1 / MOST_FACTOR, factor))
-    errors = [abs(one.error) for one in covered if math.isfinite(one.error)]
-    return replace(found, line=found.line.scaled(factor), update_s=row.update_s,
-                   error=min(MOST_ERROR, max([found.error, *errors])))
-
-
-def _row(found: Calibration, workload: str) -> dict[str, Any]:
-    def link(one: Link | None) -> list[float] | None:
-        return None if one is None else [one.alpha_s, one.beta_s_per_byte]
-
-    return {"workload": workload, "precision": found.precision, "local": found.local, "hosts": found.hosts,
-            "line": [found.line.a_s, found.line.c_s], "sizes": list(found.sizes), "update_s": found.update_s,
-            "fixed_s": found.fixed_s, "error": found.error, "transport": found.transport, "overlaps": found.overlaps,
-            "within": link(found.within), "between": link(found.between),
-            "codecs": {name: list(codec) for name, codec in found.codecs.items()}, "save_s": list(found.save_s),
-            "late": found.late, "history": found.history, "when": found.when}
-
-
-def _read(device: str, row: dict[str, Any]) -> Calibration:
-    """Return a row as a calibration; ValueError for numbers that none has."""
-    def link(pair: Sequence[float] | None) -> Link | None:
-        return None if pair is None else Link(*_numbers(pair))
-
-    a_s, c_s = _numbers(row["line"])
-    update_s, fixed_s = _numbers([row["update_s"], row["fixed_s"]])
-    error, late = _numbers([row["error"], row.get("late", 0.0)])
-    sizes = tuple(int(size) for size in row["sizes"])
-    if c_s <= 0 or not sizes or min(sizes) < 1 or max(error, late) > 1:
-        raise ValueError(row)
-    codecs = {str(name): (codec_s, ratio) for name, pair in row["codecs"].items() for codec_s, ratio in
-              [_numbers(pair)]}
-    return Calibration(device, str(row["precision"]), int(row["local"]), int(row["hosts"]), LinearTime(a_s, c_s),
-                       sizes, update_s, error, str(row["transport"]), bool(row["overlaps"]), link(row["within"]),
-                       link(row["between"]), codecs, _numbers(row["save_s"]), fixed_s, late, str(row["history"]),
-                       str(row["when"]))
-
-
-def _numbers(values: Sequence[Any]) -> tuple[float, float]:
-    """Return two numbers; ValueError for others."""
-    first, second = (float(value) for value in values)
-    if not (0 <= first < 1e9 and 0 <= second < 1e9):
-        raise ValueError(values)
-    return first, second
-
-
-def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(name) for name in ("workload", "precision", "local", "hosts", "transport"))
-
-
-def _rows(device: str) -> list[dict[str, Any]]:
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        path = balance_probe.cache_folder("calibration") / f"{_slug(device)}.json"
-        if path.stat().st_size <= LARGEST:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found["version"] == VERSION:
-                return [row for row in found["calibrations"] if isinstance(row, dict)]
-    return []
-
-
-def _slug(device: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", device.lower()).strip("-.")[:80] or "device"
 
 
 def measured_here(run: Run, scene: MemoryProbeContext, device: str, buckets: Sequence[Bucket],
@@ -378,11 +328,13 @@ def measured_here(run: Run, scene: MemoryProbeContext, device: str, buckets: Seq
     alike = [c for c in known(device, name) if (c.local, c.precision) == (local, run.parts.precision.own)]
     lacking = wanted < 0 or wanted > 0 and not any(c.covers(wanted) for c in alike[-1:])
     made: dict[str, Calibration] = {}
-    if control.agree(lacking):
-        made = {one.device: one for one in control.gather(calibrated(run, scene, device))}  # ranks may differ
-        for one in made.values() if control.rank == 0 else ():
-            keep(one, name)
-    elif scene.backend.flops_of_pass(run.parts, scene.sample(SAMPLES))[0] is None:
+    own, link = calibrated(run, scene, device) if control.agree(lacking) else (None, NO_LINK)
+    if own is None and scene.backend.flops_of_pass(run.parts, scene.sample(SAMPLES))[0] is None:
         trained(run)  # which traces the graph that is counted
     workload = agreed(control, lambda: workload_of(run, scene, buckets), "memory")
+    if own is not None:
+        own = replace(own, zero=zero_update(run, link) if control.size > 1 else None)  # last: it takes the optimizer
+        made = {one.device: one for one in control.gather(own)}  # ranks may differ
+        for one in made.values() if control.rank == 0 else ():
+            keep(one, name)
     return workload, [*known(device, name), *(corrected(one, runs_of(one)) for one in made.values())]

@@ -38,7 +38,7 @@ BUCKET_TIE = 0.03
 """Costs of bucket sizes this near to the least count as equal; of those the largest bucket is taken."""
 
 OFF = 0.25
-"""A step this much longer than predicted is told, even where it still wins."""
+"""A step this much longer than predicted is reported, even where it still wins."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,35 @@ class CompressorCost:
     traffic: tuple[Traffic, ...]
     wire_bytes: int
     numerics: str = "lossy"
+
+
+@dataclass(frozen=True)
+class CodecCost:
+    """Compressor as the simulator plays it: ``codec_s``, ``ratio``, ``later_s`` and ``bucket_bytes`` as in `Exchange`.
+
+    ``bucket_bytes``: (): those of a run without a compressor.
+    """
+
+    codec_s: float
+    ratio: float
+    later_s: float = 0.0
+    bucket_bytes: tuple[int, ...] = ()
+
+
+def codec_of(cost: CompressorCost, plain: CompressorCost, links: Mapping[str, Link], sums: Link,
+             buckets: Sequence[int], plain_buckets: Sequence[int]) -> CodecCost:
+    """Return a measured compressor for an exchange over ``sums``, the link of sums in a step.
+
+    ``links``: by kind of call. ``plain``: no compressor; ``buckets``: bytes of each in a run with either. The ratio of
+    requests' seconds on ``links`` counts on ``sums`` too, less the starts of buckets, which the simulator adds.
+    """
+    first_s, later_s = wire_seconds(cost.traffic, links)
+    plain_s = sum(wire_seconds(plain.traffic, links))
+    plain_sums_s = len(plain_buckets) * sums.alpha_s + sum(plain_buckets) * sums.beta_s_per_byte
+    travel_s = sum(buckets) * sums.beta_s_per_byte
+    ratio = (first_s / plain_s * plain_sums_s - len(buckets) * sums.alpha_s) / travel_s if plain_s and travel_s else (
+        cost.wire_bytes / plain.wire_bytes if plain.wire_bytes else 1.0)
+    return CodecCost(cost.codec_s, max(0.0, ratio), later_s, tuple(buckets))
 
 
 @dataclass(frozen=True)

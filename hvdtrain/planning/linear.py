@@ -35,6 +35,19 @@ class LinearTime:
         return f"{1e3 * self.a_s:.3g} ms + {1e3 * self.c_s:.3g} ms a sample"
 
 
+def with_adding(line: LinearTime, samples: int, few: tuple[int, float], many: tuple[int, float]
+                ) -> tuple[LinearTime, float]:
+    """Return ``line`` scaled to two measured steps, and the seconds of adding the gradients of a further micro-batch.
+
+    ``few``, ``many``: (micro-batches, seconds) of a step of ``samples`` samples.
+    """
+    (n, few_s), (more, many_s) = few, many
+    assert 1 <= n < more
+    first_s, second_s = line.seconds(samples, n), line.seconds(samples, more)
+    adding_s = max(0.0, (first_s * many_s - second_s * few_s) / (first_s * (more - 1) - second_s * (n - 1)))
+    return line.scaled(max(LEAST_SLOPE, (few_s - (n - 1) * adding_s) / first_s)), adding_s
+
+
 Line = LinearTime
 """The name in earlier releases, to which `hvdtrain.balance.line` leads."""
 

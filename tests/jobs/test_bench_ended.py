@@ -64,7 +64,7 @@ def started(words, tmp_path):
 @pytest.mark.parametrize("command, number, status", [("accuracy", signal.SIGTERM, 143), ("verify", signal.SIGINT, 130)])
 def test_nothing_is_left_after_a_signal(command, number, status, tmp_path):
     with started(["hvdtrain", *COMMANDS[command]], tmp_path) as (child, job_id):
-        assert eventually(lambda: len(ranks(job_id)) == 2, 60), child.communicate(timeout=1)
+        assert eventually(lambda: len(ranks(job_id)) == 2, 60), output(child)
         time.sleep(1.0)
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith("hvdtrain-")], "its temporary folder"
         child.send_signal(number)
@@ -82,12 +82,18 @@ def suspended(job_id, contender):
     return False
 
 
+def output(child):
+    """End ``child`` and return what it has printed."""
+    child.kill()
+    return child.communicate(timeout=10)[0]
+
+
 def test_suspended_contenders_of_a_race_end_with_it(tmp_path):
     """mpirun and its ranks, suspended or not, end with `benchmarks step`."""
     race = ["benchmarks", "step", "--workload", "tiny", "--timeout", "90", "--rounds", "100000", "--contenders",
             "ddp,hvdtrain-mpi"]
     with started(race, tmp_path) as (child, job_id):
-        assert eventually(lambda: suspended(job_id, "hvdtrain-mpi"), 90), child.communicate(timeout=1)
+        assert eventually(lambda: suspended(job_id, "hvdtrain-mpi"), 90), output(child)
         child.send_signal(signal.SIGTERM)
         said, _ = child.communicate(timeout=60)
         assert child.returncode == 143, said

@@ -177,3 +177,13 @@ def test_verify_tells_whether_a_model_follows_law_2(norm, status, said):
     assert job.returncode == status, job
     assert re.search(said, job.stdout), job.text
     assert not job.orphans
+
+
+@pytest.mark.parametrize("ranks, model, limit", [(2, "torch_models.cnn:build", "2"), (1, "tf_models.cnn:build", "1")])
+def test_a_time_limit_shorter_than_the_start_is_refused(tmp_path, ranks, model, limit):
+    """Of 2 s two ranks keep 2.3 free for MPI's end, on any machine; importing TensorFlow takes over 1 s."""
+    words = ["-m", "hvdtrain", "train", "--model", model, "--time_limit", limit, "--out", str(tmp_path / "out")]
+    job = mpirun(ranks, words) if ranks > 1 else run([sys.executable, *words])
+    assert job.returncode == 2 and not (tmp_path / "out").exists(), job.text
+    assert job.text.count(f"a time limit of {limit} s, of which the start took") == 1, job.text
+    assert "Traceback" not in job.text

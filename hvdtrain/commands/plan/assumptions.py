@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hvdtrain.config import yaml_file
+from hvdtrain.config.inventory import Inventory
 from hvdtrain.core.errors import UserError, nearest
-from hvdtrain.planning.hardware.catalogue import TYPES
+from hvdtrain.planning.hardware.catalogue import TYPES, Catalogue
 from hvdtrain.planning.hardware.rates import AssumedDevice, Assumptions
 from hvdtrain.planning.hardware.workload import Workload, assumed
 
@@ -23,6 +24,16 @@ class Assumed:
 
     rates: Assumptions
     model: Mapping[str, Any] | None = None
+
+    def for_devices(self, catalogue: Catalogue, given: Inventory) -> Assumed:
+        """Return the assumptions under the devices' names in the catalogue; `UserError` for an unknown device."""
+        found = {}
+        for name, one in self.rates.devices.items():
+            if catalogue.find(name) is None and name not in given.devices:
+                raise UserError(f"{self.rates.path!r}, devices, has the device {name!r}",
+                                nearest(name, [*catalogue.devices, *given.devices]), "correct or remove it")
+            found[catalogue.known(name, given.devices).name] = one
+        return replace(self, rates=replace(self.rates, devices=found))
 
     def workload(self, name: str, bucket_mb: float) -> Workload:
         """Return the described model as a workload."""

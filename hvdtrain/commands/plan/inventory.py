@@ -6,14 +6,11 @@ Reads the inventory, the catalogue and assumptions, measures the model here, and
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.cluster import boot
@@ -111,7 +108,7 @@ def _number(found: Mapping[str, str], name: str) -> float | None:
     except ValueError:
         value = -1.0
     if not 0 < value < MOST:
-        raise UserError(f"{name} is {found[name]!r}", "a number above 0", f"correct {name}")
+        raise UserError(f"{name} is {found[name]!r}", f"a number above 0 and below {MOST:g}", f"correct {name}")
     return value
 
 
@@ -123,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     control = boot.start_control(launch_facts(os.environ), config.control_timeout_s)
-    given, assumed, catalogue = agreed(control, lambda: _read(asked), "the inventory")
+    given, assumed, catalogue = agreed(control, lambda: _read(asked, control.rank == 0), "the inventory")
     here = PlannedHosts(config, control, catalogue, given, assumed, asked)
     calibrations: list[Calibration] = []
     if assumed is not None and assumed.model is not None:
@@ -138,7 +135,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _read(asked: PlanRequest) -> tuple[Inventory | None, assumptions.Assumed | None, Catalogue]:
+def _read(asked: PlanRequest, writes: bool) -> tuple[Inventory | None, assumptions.Assumed | None, Catalogue]:
+    """Return the files; ``writes``: see now whether the plan can be written, before it is measured for."""
+    if writes:
+        tables.check_target(asked.target)
     given = None if asked.inventory == HERE else inventories.read(asked.inventory)
     assumed = assumptions.read(asked.assume) if asked.assume else None
     made = catalogue_here()
@@ -146,6 +146,8 @@ def _read(asked: PlanRequest) -> tuple[Inventory | None, assumptions.Assumed | N
         for host in given.hosts:
             for _, name in host.devices:
                 made.known(name, given.devices)
+        if assumed is not None:
+            assumed = assumed.for_devices(made, given)
         if asked.wishes.budget is not None:
             for host in given.hosts:
                 given.price_of(host.name)
@@ -369,7 +371,7 @@ def _planned(asked: PlanRequest, here: PlannedHosts, workload: Workload, calibra
               "left_out": left_out,
               "choice": None if best is None else {"name": "as given", "line": line} if isinstance(best, bool) else {
                   "name": best.name, "line": command(best, words)}}
-    _write(asked.target, record)
+    tables.write(asked.target, record)
     if not asked.quiet:
         for text in here.notes:
             terminal.note(text)
@@ -387,13 +389,3 @@ def _train_words(asked: PlanRequest, samples: int, settings: TrainingSettings, h
         if epochs > here.config.epochs:  # whichever ends first ends the run
             words += ["--epochs", str(epochs)]
     return words
-
-
-def _write(target: str, record: dict[str, Any]) -> None:
-    if target == "-":
-        sys.stdout.write(json.dumps(record, indent=1) + "\n")
-    elif target:
-        try:
-            Path(target).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"the plan could not be written: {error}", "a writable file", "correct --json") from None

@@ -1,12 +1,17 @@
-"""Tables and commands that ``plan --inventory`` prints."""
+"""Tables and commands that ``plan --inventory`` prints, and its JSON."""
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from hvdtrain.core import terminal
-from hvdtrain.core.errors import count
+from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.units import format_bytes, format_ms, format_number
 from hvdtrain.planning.hardware import alternatives
 from hvdtrain.planning.hardware.alternatives import Alternative, PlanLimits
@@ -72,15 +77,33 @@ def show_alternatives(every: Sequence[Alternative], left_out: Mapping[str, str],
 
 
 def show_choice(best: Alternative | bool | None, wishes: PlanLimits, currency: str, words: Sequence[str]) -> None:
-    """Print what keeps the limits."""
-    if wishes.budget is None and wishes.deadline is None:
+    """Print what keeps the limits, or fits where the set-up does not."""
+    if wishes.budget is None and wishes.deadline is None and best is True:
         return
     limits = " and ".join(text for text in (
         f"{wishes.budget:g} {currency}" if wishes.budget is not None else "",
-        f"{wishes.deadline:g} hours" if wishes.deadline is not None else "") if text)
+        f"{wishes.deadline:g} hours" if wishes.deadline is not None else "") if text) or "the memory of each device"
     if best is None:
-        terminal.note(f"nothing above keeps {limits}")
+        terminal.note(f"nothing above is within {limits}")
     elif isinstance(best, bool):
         terminal.say(f"within {limits}: the set-up as given")
     else:
         terminal.say(f"within {limits}: {best.name}\n  {command(best, words)}")
+
+
+def check_target(target: str) -> None:
+    """Raise `UserError` where the file of ``--json`` cannot be written."""
+    path = Path(target)
+    if target not in ("", "-") and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise UserError(f"the plan cannot be written to {target!r}", "a writable file", "correct --json")
+
+
+def write(target: str, record: Mapping[str, Any]) -> None:
+    """Write the plan to a file, or to standard output for -."""
+    if target == "-":
+        sys.stdout.write(json.dumps(record, indent=1) + "\n")
+    elif target:
+        try:
+            Path(target).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"the plan could not be written: {error}", "a writable file", "correct --json") from None

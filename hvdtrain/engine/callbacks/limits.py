@@ -6,14 +6,17 @@ ranks are left to `hvdtrain.engine.callbacks.preempt`.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections import deque
 
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.liveness import causes
-from hvdtrain.config import inventory
+from hvdtrain.config import Config, inventory
 from hvdtrain.config.texts import ends_s, reserve_s
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Control
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.eval_steps import evaluates_epoch, evaluates_step
 from hvdtrain.engine.run import Run
@@ -33,14 +36,14 @@ class RunLimit:
 
     def __init__(self, ends_at: float = 0.0, limit_s: float = 0.0, what: str = "time limit") -> None:
         self.ends_at, self.limit_s, self.what = ends_at, limit_s, what
-        self.begun_at = self.save_s = self.evaluation_s = 0.0
+        self.begun_at = self.start_s = self.save_s = self.evaluation_s = 0.0
         self._steps: deque[float] = deque(maxlen=KEPT_STEPS)
         self._first_s, self._ends_s = 0.0, ends_s(0.0, limit_s)
         self._apart = self._most_apart = 0
 
     def begin(self, now: float, start_s: float, ranks: int) -> None:
         """Begin a fit of so many ``ranks``; ``start_s``: how long the process has lasted."""
-        self.begun_at, self._ends_s = now, ends_s(start_s, self.limit_s, ranks)
+        self.begun_at, self.start_s, self._ends_s = now, start_s, ends_s(start_s, self.limit_s, ranks)
         self._steps.clear()
         self._first_s = 0.0
 
@@ -64,6 +67,12 @@ class RunLimit:
         reserve = reserve_s(self.limit_s, save_s, (2 + self._most_apart) * self.step_s + self._ends_s)
         # Rank 0's wish is heard in the next step, which an evaluation may follow: nothing ends that one early.
         return reserve + self._evaluation_s(run) if self._evaluates_next(run) else reserve
+
+    def impossible(self, run: Run) -> UserError | None:
+        """Return the error where even a job that begins with this limit has no time for a step and a save, or None."""
+        needed_s = self.needed_s(run)
+        return too_short(self.what, self.limit_s, self.start_s, needed_s) if (
+            self.start_s + needed_s >= self.limit_s) else None
 
     def probes(self, run: Run, now: float) -> bool:
         """Return whether a save is to be made now, to learn how long one takes."""
@@ -90,6 +99,21 @@ class RunLimit:
         return self._first_s + step_s * samples / run.config.global_batch  # the first one traces, too
 
 
+def too_short(what: str, limit_s: float, start_s: float, needed_s: float) -> UserError:
+    """Return the error of a limit that a start of so many seconds, and the end of a job, exceed."""
+    used = f"a {what} of {limit_s:.3g} s, of which the start took {start_s:.1f} s and the end needs {needed_s:.1f} s"
+    return UserError(used, f"more than {start_s + needed_s:.0f} s", f"raise the {what.partition(' of ')[0]}")
+
+
+def check_start(config: Config, control: Control) -> None:
+    """Raise `UserError` on all ranks once the start has used up ``time_limit``, by rank 0's clock; collective."""
+    if limit_s := config.time_limit_s():
+        start_s = control.bcast(time.time() - causes.started_at())
+        needed_s = ends_s(start_s, limit_s, control.size)
+        if start_s + needed_s >= limit_s:
+            raise too_short("time limit", limit_s, start_s, needed_s)
+
+
 def limit_of(run: Run) -> RunLimit:
     """Return the limit of ``run``: the earlier one of ``time_limit`` and ``budget``. Collective.
 
@@ -98,7 +122,8 @@ def limit_of(run: Run) -> RunLimit:
     config = run.config
     limit_s = config.time_limit_s()
     ends_at = causes.ends_at(limit_s)
-    by_time = RunLimit(ends_at, limit_s or max(0.0, ends_at - causes.started_at()))
+    begun = float(os.environ.get(causes.STARTED_AT, causes.started_at()))  # the supervisor's, of several attempts
+    by_time = RunLimit(ends_at, limit_s or max(0.0, ends_at - begun))
     if not config.budget:
         return by_time
 

@@ -94,7 +94,22 @@ class Preempt(Callback):
         self._install()
         self._step_at = self._clock()
         self._limit.begin(self._step_at, self._step_at - causes.started_at(), run.control.size)
+        self._end_before(run)
         self._look(run)
+
+    def _end_before(self, run: Run) -> None:
+        """End a run before its first step where a limit leaves no time for one, by rank 0's clock; collective.
+
+        Errors: `UserError` where no job with this limit could train.
+        """
+        why = self._late(run, self._step_at)
+        why, problem = run.control.bcast((why, self._limit.impossible(run) if why else None))
+        if problem is not None:
+            raise problem
+        if why:
+            run.state.requeue, run.state.stop = True, f"requeue: {why}"
+            if run.control.rank == 0:
+                say(f"{why}, too little for a step: the run ends; --resume auto continues it")
 
     def step_end(self, run: Run) -> None:
         now = self._clock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -231,7 +232,7 @@ def _reason(base: Estimate, found: Estimate, currency: str) -> str:
 
 def chosen(base: Estimate, found: Sequence[Alternative], wishes: PlanLimits) -> Alternative | None | bool:
     """Return the best that keeps the limits: an alternative, True for the set-up itself, None: none does."""
-    if wishes.budget is None and wishes.deadline is None:
+    if wishes.budget is None and wishes.deadline is None and base.fits is not False:
         return True
     keeping = [one for one in found if wishes.met(one.outcome)]
     best = min(keeping, key=lambda one: rank_of(one.outcome, wishes), default=None)
@@ -264,7 +265,16 @@ def expanded(name: str, count: int) -> list[str]:
 
 
 def site(entries: Sequence[tuple[InventoryHost, Sequence[tuple[int, Device]]]]) -> list[SiteHost]:
-    """Return hosts from their entries and devices by number; modules of several devices count as such."""
-    return [SiteHost(own, tuple(device for number, device in devices for _ in range(number * device.ranks)),
-                     host.price_per_hour, host.power_w, host.mtbf_hours)
-            for host, devices in entries for own in expanded(host.name, host.count)]
+    """Return hosts from their entries and devices by number; modules of several devices count as such.
+
+    Errors: `UserError` for entries whose numbered names are those of other entries.
+    """
+    found = [SiteHost(own, tuple(device for number, device in devices for _ in range(number * device.ranks)),
+                      host.price_per_hour, host.power_w, host.mtbf_hours)
+             for host, devices in entries for own in expanded(host.name, host.count)]
+    names = Counter(host.name for host in found)
+    name, times = names.most_common(1)[0]
+    if times > 1:
+        raise UserError(f"{times} entries of the inventory mean the host {name!r}", "each host once", "rename one of "
+                        "them: an entry with a count stands for hosts with numbers")
+    return found

@@ -26,8 +26,7 @@ class Device:
     """A device that one rank computes on. Figures of 0, and types that lack, are unknown.
 
     ``room_bytes``: that a rank may hold; None: unknown. ``host_link_Bps``: PCIe in one direction. ``ranks``: devices
-    per module; figures are of one. ``source``: of the figures; ``sources``: of those that stand elsewhere.
-    ``unconfirmed``: types whose peak no second page confirmed.
+    per module; figures are of one. ``source``: of the figures; ``sources``: second ones, by type.
     """
 
     name: str
@@ -40,7 +39,6 @@ class Device:
     source: str = ""
     room_bytes: int | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
-    unconfirmed: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -49,11 +47,7 @@ class Device:
 
     def peak(self, precision: str) -> float:
         """Return the FLOP/s of products in ``precision``; 0: unknown."""
-        return self.flops.get(self.type_of(precision), 0.0)
-
-    def type_of(self, precision: str) -> str:
-        """Return the type whose peak counts in ``precision``; "" for none."""
-        return next((kind for kind in TYPES.get(precision, ()) if kind in self.flops), "")
+        return next((self.flops[kind] for kind in TYPES.get(precision, ()) if kind in self.flops), 0.0)
 
 
 @dataclass(frozen=True)
@@ -90,8 +84,7 @@ class Catalogue:
                        flops={**found.flops, **{kind: peak / n for kind, peak in facts.flops.items()}},
                        power_w=facts.power_w / n if facts.power_w else found.power_w,
                        bandwidth_Bps=GB * facts.bandwidth_GBps / n if facts.bandwidth_GBps else found.bandwidth_Bps,
-                       source="the inventory",
-                       unconfirmed=tuple(kind for kind in found.unconfirmed if kind not in facts.flops))
+                       source="the inventory")
 
 
 def made_of(data: Mapping[str, Mapping[str, Any]], usable: float = 1.0) -> Catalogue:
@@ -104,8 +97,7 @@ def made_of(data: Mapping[str, Mapping[str, Any]], usable: float = 1.0) -> Catal
                                {kind: float(peak) / n for kind, peak in row.get("flops", {}).items()},
                                GB * row.get("bandwidth_GBps", 0) / n, float(row.get("power_w", 0)) / n,
                                GB * row.get("host_link_GBps", 0), n, row.get("source", ""),
-                               int(usable * memory) or None, row.get("sources", {}),
-                               tuple(row.get("unconfirmed", ())))
+                               int(usable * memory) or None, row.get("sources", {}))
         also.update({_plain(other): name for other in (name, *row.get("also", ()))})
     return Catalogue(devices, also, usable)
 

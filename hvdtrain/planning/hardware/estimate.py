@@ -176,15 +176,19 @@ def _unpartitioned(hosts: Sequence[SiteHost], settings: TrainingSettings, rates:
     lines = [pace.line.scaled(1 + _again(settings, pace)) for pace in paces]
     wiring = rates.wiring([host.devices for host in hosts])
     divided = _divided(lines, settings, len(devices))
-    codec_s, ratio, cast = rates.codec(settings.compression if len(devices) > 1 else "none", devices)
+    codec, cast = rates.codec(settings.compression if len(devices) > 1 else "none", devices)
     numbers = [number for number, host in enumerate(hosts) for _ in host.devices]
-    ranks = tuple(Rank(number, line, part.samples, part.accumulate, _updates(pace, settings, len(devices)))
+    ranks = tuple(Rank(number, line, part.samples, part.accumulate, _updates(pace, settings, len(devices)),
+                       accumulate_s=pace.accumulate_s)
                   for number, line, part, pace in zip(numbers, lines, divided.parts, paces))
-    nbytes = tuple(bucket.nbytes for bucket in rates.workload.buckets)
+    nbytes = codec.bucket_bytes or tuple(bucket.nbytes for bucket in rates.workload.buckets)
+    zeros = [pace.zero for pace in paces if pace.zero is not None and settings.zero]
     # A calibrated line has the waits of its layers in it.
     layers = rates.workload.norm_bytes if settings.sync_batchnorm and any(pace.assumed for pace in paces) else ()
-    exchange = Exchange(wiring.transport, nbytes, wiring.within, wiring.between, wiring.overlaps, codec_s, ratio,
-                        settings.zero, layer_bytes=layers, late=wiring.late)
+    overlaps = wiring.overlaps if settings.zero < 2 or settings.accumulate > 1 or not zeros else zeros[0].overlaps
+    exchange = Exchange(wiring.transport, nbytes, wiring.within, wiring.between, overlaps, codec.codec_s, codec.ratio,
+                        settings.zero, copy_s=max((one.copy_s for one in zeros), default=0.0), later_s=codec.later_s,
+                        layer_bytes=layers, late=wiring.late)
     scene = Scene(ranks, exchange, saves=_saves(settings, paces), failures=_failures(hosts, settings),
                   error=max(pace.error for pace in paces))
     return scene, (*_said(paces), *wiring.assumed, *([cast] if cast else []))
@@ -282,7 +286,8 @@ def _again(settings: TrainingSettings, pace: RankRate) -> float:
 
 
 def _updates(pace: RankRate, settings: TrainingSettings, size: int) -> float:
-    return (pace.update_s / size if settings.zero else pace.update_s) + pace.fixed_s
+    whole_s = pace.update_s / size if settings.zero else pace.update_s
+    return (pace.zero.shard_s(size) if settings.zero and size > 1 and pace.zero else whole_s) + pace.fixed_s
 
 
 def _said(paces: Sequence[RankRate]) -> list[str]:
@@ -339,15 +344,17 @@ def _piped(hosts: Sequence[SiteHost], settings: TrainingSettings, rates: Rates,
         again = [_again(settings, paces[r]) for r in own]
         travel = tuple((wiring.between if numbers[r] != numbers[r + 1] else wiring.within).seconds(message)
                        for r in own[:-1])
-        stages.append(Stages(tuple(own), "1f1b", micros, tuple(FORWARD * s for s in whole),
-                             tuple((1 - FORWARD + more) * s for s, more in zip(whole, again)), travel))
+        adding = [paces[r].accumulate_s / depth * (1 - 1 / micros) for r in own]  # in all micro-batches but the first
+        backward = tuple((1 - FORWARD + more) * s + add for s, more, add in zip(whole, again, adding))
+        stages.append(Stages(tuple(own), "1f1b", micros, tuple(FORWARD * s for s in whole), backward, travel))
     samples_P = [round(each) if r % depth == 0 else 0 for r in range(size)]
     samples_P[0] += settings.global_batch - sum(samples_P)
     ranks = tuple(Rank(number, pace.line, n, micros, pace.update_s / depth + pace.fixed_s)
                   for number, pace, n in zip(numbers, paces, samples_P))
     nbytes = tuple(bucket.nbytes for bucket in workload.buckets)
-    codec_s, ratio, cast = rates.codec(settings.compression if copies > 1 else "none", devices)
-    exchange = Exchange(wiring.transport, nbytes, wiring.within, wiring.between, codec_s=codec_s / depth, ratio=ratio)
+    codec, cast = rates.codec(settings.compression if copies > 1 else "none", devices)
+    exchange = Exchange(wiring.transport, codec.bucket_bytes or nbytes, wiring.within, wiring.between,
+                        codec_s=codec.codec_s / depth, ratio=codec.ratio, later_s=codec.later_s / depth)
     said = (*_said(paces), *wiring.assumed, *([cast] if cast else []), "stages have equal work and memory",
             f"stages send each other {format_bytes(message)} per micro-batch, the activations of a block")
     return Scene(ranks, exchange, tuple(stages), _saves(settings, paces), _failures(hosts, settings),

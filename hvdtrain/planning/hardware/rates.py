@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from hvdtrain.config.inventory import InventoryLinks
 from hvdtrain.core.errors import UserError
+from hvdtrain.planning.compressor_choice import CodecCost
 from hvdtrain.planning.hardware.catalogue import CPU, Device
 from hvdtrain.planning.hardware.workload import Workload
 from hvdtrain.planning.linear import LinearTime, Link
@@ -20,8 +21,27 @@ BEYOND = 2.0
 LEAST_SLOPE_S = 1e-12
 """Seconds of a sample at least: a plan needs a line that rises."""
 
+MOST_ERROR = 0.9
+"""Relative error of a calibration at most."""
+
 CASTS = {"fp16": 0.5, "bf16": 0.5}
 """Compressors whose bytes per byte of fp32 gradients need no measurement."""
+
+
+@dataclass(frozen=True)
+class ZeroUpdate:
+    """Measured update by ZeRO. ``update_s``: of a rank's shard, one of ``ranks``. ``copy_s``: as in
+    `hvdtrain.planning.simulator.Exchange`. ``overlaps``: so does stage 2, whose transport may differ.
+    """
+
+    ranks: int
+    update_s: float
+    copy_s: float
+    overlaps: bool
+
+    def shard_s(self, ranks: int) -> float:
+        """Return the seconds of updating one of ``ranks`` shards."""
+        return self.update_s * self.ranks / ranks
 
 
 @dataclass(frozen=True)
@@ -30,10 +50,10 @@ class Calibration:
 
     ``local``, ``hosts``: ranks of each host, and hosts, that computed at the same time. ``line`` of micro-batches of
     ``sizes`` samples. ``error``: relative, of the step predicted for the calibration itself. ``within``, ``between``:
-    as in `hvdtrain.planning.simulator.Exchange`, and ``late``; None: not measured. ``codecs``: (seconds, bytes per byte
-    of gradients) of each compressor. ``save_s``: seconds that a checkpoint blocks training, and to write it.
-    ``fixed_s``: of a step beyond all that: agreement, callbacks, jitter of the ranks. ``history``: where runs keep what
-    such steps took.
+    as in `hvdtrain.planning.simulator.Exchange`, and ``late``; None: not measured. ``codecs``: by compressor.
+    ``save_s``: seconds that a checkpoint blocks training, and to write it. ``fixed_s``: of a step beyond all that:
+    agreement, callbacks, jitter of the ranks. ``accumulate_s``: of adding a micro-batch's gradients to earlier ones.
+    ``zero``: None: not measured. ``history``: where runs keep what such steps took.
     """
 
     device: str
@@ -48,10 +68,12 @@ class Calibration:
     overlaps: bool = False
     within: Link | None = None
     between: Link | None = None
-    codecs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    codecs: Mapping[str, CodecCost] = field(default_factory=dict)
     save_s: tuple[float, float] = (0.0, 0.0)
     fixed_s: float = 0.0
     late: float = 0.0
+    accumulate_s: float = 0.0
+    zero: ZeroUpdate | None = None
     history: str = ""
     when: str = ""
 
@@ -115,6 +137,8 @@ class RankRate:
     sizes: tuple[int, ...] = ()
     save_s: tuple[float, float] = (0.0, 0.0)
     fixed_s: float = 0.0
+    accumulate_s: float = 0.0
+    zero: ZeroUpdate | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +169,8 @@ class Rates:
         fitting = [c for c in own if c.local == local or device.kind != "cpu"]
         if fitting:
             found = fitting[-1]
-            return RankRate(found.line, found.update_s, found.error, "", found.sizes, found.save_s, found.fixed_s)
+            return RankRate(found.line, found.update_s, found.error, "", found.sizes, found.save_s, found.fixed_s,
+                            found.accumulate_s, found.zero)
         if self.assumptions is not None:
             return self._assumed(device, precision, self.assumptions)
         if own:
@@ -177,9 +202,8 @@ class Rates:
                             f"under model: in {given.path!r}")
         update_s = self.workload.update_bytes / device.bandwidth_Bps if device.bandwidth_Bps else 0.0
         line = LinearTime(given.overhead_s, max(LEAST_SLOPE_S, self.workload.flops / (peak * efficiency)))
-        doubtful = not own.peak and device.type_of(precision) in device.unconfirmed
         return RankRate(line, update_s, 0.0, f"{device.name} reaches {100 * efficiency:g} % of "
-                        f"{peak / 1e12:g} TFLOPS ({precision}{', unconfirmed' if doubtful else ''})")
+                        f"{peak / 1e12:g} TFLOPS ({precision})")
 
     def wiring(self, hosts: Sequence[Sequence[Device]]) -> Wiring:
         """Return the exchange among ranks on ``hosts``, the devices of each; `UserError` where a link is unknown."""
@@ -243,18 +267,16 @@ class Rates:
         said.append(f"between hosts {gbit * given.link_efficiency:g} Gbit/s per host (the inventory)")
         return Link(given.latency_s, 8 / (1e9 * gbit * given.link_efficiency))
 
-    def codec(self, name: str, devices: Sequence[Device]) -> tuple[float, float, str]:
-        """Return (seconds a step, bytes per byte of gradients, assumption or "") of a compressor; `UserError` if
-        unknown.
-        """
+    def codec(self, name: str, devices: Sequence[Device]) -> tuple[CodecCost, str]:
+        """Return (cost, assumption or "") of a compressor; `UserError` if unknown."""
         if name == "none":
-            return 0.0, 1.0, ""
+            return CodecCost(0.0, 1.0), ""
         own = next((c for c in reversed(self.calibrations) if name in c.codecs), None)
         if own is not None and all(device.name == own.device for device in devices):
-            return (*own.codecs[name], "")
+            return own.codecs[name], ""
         if name in CASTS and self.assumptions is not None:
             slowest = min(device.bandwidth_Bps for device in devices)
             seconds = 3 * self.workload.gradient_bytes / slowest if slowest else 0.0  # read, write, read back
-            return seconds, CASTS[name], f"{name} costs what its memory traffic does"
+            return CodecCost(seconds, CASTS[name]), f"{name} costs what its memory traffic does"
         raise UserError(f"compression {name} was not calibrated", "a calibration on these devices",
                         "run the plan with --inventory here there")

@@ -28,6 +28,9 @@ from hvdtrain.planning.memory.forecast import (
 STATE_BYTES = {"adam": 8.0, "momentum": 4.0, "sgd": 0.0}
 """Optimizer state per parameter: fp32 moments."""
 
+MOST_LAYERS, MOST_PARAMETERS = 10_000, 1e15
+"""Bounds of an assumed model: each layer is planned for."""
+
 ASSUMED = ("parameters", "flops_per_sample", "activation_bytes_per_sample", "checkpointed_bytes_per_sample", "layers",
            "optimizer", "sample_bytes")
 """Keys of ``model`` in a file of assumptions."""
@@ -123,10 +126,10 @@ def assumed(name: str, given: Mapping[str, Any], bucket_mb: float = 16.0) -> Wor
         if key not in ASSUMED:
             raise UserError(f"model of the assumptions has the key {key!r}", nearest(str(key), ASSUMED),
                             "correct or remove the key")
-    layers = int(_positive(given, "layers", 32))
-    n = int(_positive(given, "parameters"))
-    flops = _positive(given, "flops_per_sample")
-    activations = _positive(given, "activation_bytes_per_sample")
+    layers = int(_number(given, "layers", 32, 1, MOST_LAYERS))
+    n = int(_number(given, "parameters", None, 1, MOST_PARAMETERS))
+    flops = _number(given, "flops_per_sample")
+    activations = _number(given, "activation_bytes_per_sample")
     optimizer = given.get("optimizer", "adam")
     if not isinstance(optimizer, str) or optimizer not in STATE_BYTES:
         raise UserError(f"optimizer of the assumed model is {optimizer!r}", nearest(str(optimizer), STATE_BYTES),
@@ -137,12 +140,14 @@ def assumed(name: str, given: Mapping[str, Any], bucket_mb: float = 16.0) -> Wor
     line = MemoryLine(np.zeros(1), np.array([activations]), tuple((1, i) for i in range(layers)))
     facts = MemoryFacts(model, RankMemory(), Sharding(), MeasuredMemory(line))
     return Workload(name, facts, tuple(plan_buckets(specs, bucket_mb)), flops,
-                    sample_bytes=_positive(given, "sample_bytes", 0.0),
-                    checkpointed_bytes=_positive(given, "checkpointed_bytes_per_sample", 0.0), assumed=True)
+                    sample_bytes=_number(given, "sample_bytes", 0.0),
+                    checkpointed_bytes=_number(given, "checkpointed_bytes_per_sample", 0.0), assumed=True)
 
 
-def _positive(given: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def _number(given: Mapping[str, Any], key: str, default: float | None = None, least: float = 1e-9,
+            most: float = 1e24) -> float:
     value = given.get(key, default)
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and (0 < value < 1e24 or value == default):
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and (least <= value <= most or value == default):
         return float(value)
-    raise UserError(f"{key} of the assumed model is {value!r}", "a number above 0", f"correct {key} under model:")
+    raise UserError(f"{key} of the assumed model is {value!r}", f"a number from {least:g} to {most:g}",
+                    f"correct {key} under model:")

@@ -217,12 +217,12 @@ def _exchanged(scene: Scene, work: _Work) -> tuple[np.ndarray, tuple[float, floa
     seconds = BucketSeconds(scene, groups)
     total = sum(exchange.bucket_bytes) or 1
     halves = 0.5 if exchange.zero else 1.0
-    arrived = 0
+    arrived, portion = 0, -math.inf
     hidden = work.last * exchange.backward
     for number, nbytes in enumerate(exchange.bucket_bytes):
         arrived += nbytes
-        portion = exchange.ready[number] if exchange.ready else (
-            exchange.late + (1 - exchange.late) * arrived / total)
+        portion = max(portion, exchange.ready[number] if exchange.ready else (  # those before it leave first
+            exchange.late + (1 - exchange.late) * arrived / total))
         ready = (work.own - hidden * (1 - portion)).max(axis=1) if exchange.overlaps else end
         encoded_s = exchange.codec_s / 2 * (arrived / total if exchange.overlaps else 1.0)
         took_s = seconds.of(nbytes * exchange.ratio * halves)
@@ -231,8 +231,7 @@ def _exchanged(scene: Scene, work: _Work) -> tuple[np.ndarray, tuple[float, floa
     # Where a transport has no core of its own, computing waits for what it does meanwhile.
     shown += delayed_s(np.maximum(busy_s - shown, 0.0), exchange.busy_cores, _short_of_cores(scene))
     if exchange.zero:
-        by_links_s = seconds.of((exchange.gather_bytes or total) / 2)  # which counts the bytes, too
-        shown += exchange.gather_s or by_links_s
+        shown += exchange.copy_s + seconds.of((exchange.gather_bytes or total) / 2)
     shown += max(rank.parts for rank in scene.ranks) * sum(seconds.of(nbytes) for nbytes in exchange.layer_bytes)
     return (shown + exchange.codec_s / 2 + exchange.later_s + exchange.agreement_s,
             (seconds.within_bytes, seconds.between_bytes))

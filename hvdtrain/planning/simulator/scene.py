@@ -72,10 +72,10 @@ class Exchange:
     of backward after which each bucket is complete; (): in proportion to bytes, once the fraction ``late`` of backward
     has passed. ``backward``: fraction of a micro-batch's time. ``codec_s``, ``ratio``: compressor's own seconds a step,
     and bytes sent per byte of gradients. ``later_s``: of its requests that need the answer to earlier ones. ``zero``:
-    stage of ZeRO; ``gather_bytes``: updated parameters that it gathers, 0: as many as gradients; ``gather_s``: seconds
-    of that, 0: by the links. ``busy_cores``: cores that the transport of one rank keeps busy. ``agreement_s``: of each
-    step's agreement about loss, stop and saves.
-    ``layer_bytes``: of each sum that layers wait for within a micro-batch (sync_batchnorm).
+    stage of ZeRO; ``gather_bytes``: updated parameters that it gathers, 0: as many as gradients; ``copy_s``: seconds of
+    copying them, which the links add to. ``busy_cores``: cores that the transport of one rank keeps busy.
+    ``agreement_s``: of each step's agreement about loss, stop and saves. ``layer_bytes``: of each sum that layers wait
+    for within a micro-batch (sync_batchnorm).
     """
 
     transport: str
@@ -90,7 +90,7 @@ class Exchange:
     ready: tuple[float, ...] = ()
     backward: float = BACKWARD
     gather_bytes: int = 0
-    gather_s: float = 0.0
+    copy_s: float = 0.0
     later_s: float = 0.0
     agreement_s: float = 0.0
     layer_bytes: tuple[int, ...] = ()

@@ -23,7 +23,8 @@ def calibration(hosts, slow=1.0):
     halves = {**sums, "kind": "alltoall", "wire_bytes": 1e6}
     wire = {"link": link, "busy_cores": 0.0, "overlaps": False, "buckets": [1000000, 1000000],
             "links": {"allreduce float32": link, "alltoall": link},
-            "costs": {"none": {"codec_s": 0.0, "traffic": [sums]}, "fp16": {"codec_s": 3e-3, "traffic": [halves]}}}
+            "costs": {"none": {"name": "none", "codec_s": 0.0, "traffic": [sums], "wire_bytes": 2000000},
+                      "fp16": {"name": "fp16", "codec_s": 3e-3, "traffic": [halves], "wire_bytes": 1000000}}}
     return {"event": "calibrated", "ranks": len(hosts), "cores": 2, "batch": 8, "hosts": hosts, "compute": runs,
             "transports": {"mpi": wire, "shared": wire}}
 
@@ -45,11 +46,11 @@ def test_a_compressor_has_buckets_of_its_own():
     assert 1e3 * forecast.predict(calibrated, "mpi+fp16").mid_s == pytest.approx(18 + 1 + 2 + 1 + 11 + 3)
 
 
-def test_zero_updates_and_gathers_as_measured():
+def test_zero_updates_and_copies_as_measured():
     calibrated = calibration([0, 1])
     calibrated["transports"]["mpi"]["shard"] = {"overlaps": False, "buckets": [1000000, 1000000],
-                                                "times_P": [[5e-3, 1e-3], [4e-3, 7e-3]]}
-    assert 1e3 * forecast.predict(calibrated, "mpi/zero2").mid_s == pytest.approx(18 + 1 + 5 + 1 + 12 + 1)
+                                                "updates_P": [5e-3, 4e-3], "copy_s": 3e-3}
+    assert 1e3 * forecast.predict(calibrated, "mpi/zero2").mid_s == pytest.approx(18 + 1 + 5 + 1 + 12 + 11 + 3)
 
 
 def test_of_one_rank_only_its_line_counts():

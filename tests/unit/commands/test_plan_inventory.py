@@ -55,6 +55,18 @@ def test_a_described_model_on_hardware_that_is_not_here(files, capsys):
     assert "within 0.3 USD: without host old" in text
 
 
+def test_a_plan_that_does_not_fit_names_what_does(files, capsys):
+    devices = 'devices: {A100-40GB: {efficiency: 0.4}, "3090": {efficiency: 0.2}}\n'
+    (files / "assume.yaml").write_text(devices + MODEL.replace("5e7", "2e9"))
+    found = planned(capsys, *DESCRIBED)
+    assert found["fits"] is False and found["choice"]["name"] == "accumulate 8"
+    assert "RTX-3090 reaches 20 % of 71 TFLOPS (bf16)" in found["assumptions"]  # by another of its names
+    (files / "assume.yaml").write_text("efficiency: 0.4\n" + MODEL.replace("25e6", "1e15"))
+    assert planned(capsys, *DESCRIBED)["choice"] is None
+    assert cli.main(["--inventory=inventory.yaml", "--assume=assume.yaml", *DESCRIBED]) == 0
+    assert "nothing above is within the memory of each device" in capsys.readouterr().out
+
+
 def test_failures_lengthen_the_hours(files, capsys):
     plain, failing = planned(capsys, *DESCRIBED), planned(capsys, *DESCRIBED, "--mtbf", "0.2", "--restart", "30")
     assert failing["hours"] > plain["hours"] and failing["failures"] > 0 and plain["failures"] is None
@@ -91,7 +103,8 @@ def test_the_command_trains_as_many_samples_as_were_planned(files, capsys):
     ([], "number of samples to train is not known"),
     (["--samples", "100", "--precision", "bf16", "--data_parallel.name", "zero", "--data_parallel.stage", "auto"],
      "data_parallel.stage: auto"),
-    (["--samples", "100", "--precision", "bf16", "--json", "nowhere/plan.json"], "could not be written"),
+    (["--samples", "100", "--precision", "bf16", "--json", "nowhere/plan.json"], "cannot be written"),
+    (["--samples", "1e16"], "above 0 and below 1e.15"),
 ])
 def test_options_that_are_refused(files, options, words):
     with pytest.raises(UserError, match=words):
@@ -108,7 +121,13 @@ def test_options_that_are_refused(files, options, words):
     ("assume.yaml", "efficiency: 0.4\nmodel: {parameters: 1e6, size: 3}\n", "key 'size'"),
     ("assume.yaml", "efficiency: 0.4\nlatency_us: fast\n", "latency_us is 'fast'"),
     ("assume.yaml", "efficiency: 0.4\ndevices: {A100-40GB: {peak: {bf32: 1e12}}}\n", "key 'bf32'"),
+    ("assume.yaml", "efficiency: 0.4\n" + MODEL.replace("25e6", "1e23"), "parameters of the assumed model is 1e.23"),
+    ("assume.yaml", "efficiency: 0.4\n" + MODEL.replace("{", "{layers: 1e6, "), "layers of the assumed model"),
+    ("assume.yaml", "devices: {RTX 3091: {efficiency: 0.4}}\n" + MODEL, "device 'RTX 3091'"),
     ("inventory.yaml", INVENTORY.replace("RTX 3090", "RTX 3091"), "device 'RTX 3091'"),
+    ("inventory.yaml", INVENTORY.replace("fast,", "old, count: 2,").replace("name: old, d", "name: old1, d"),
+     "2 entries of the inventory mean the host 'old1'"),
+    ("inventory.yaml", INVENTORY.replace("fast", '"a:8"'), "name is 'a:8'"),
     ("inventory.yaml", INVENTORY.replace("links: {between_hosts_gbit: 25}", ""), "bandwidth between hosts"),
     ("inventory.yaml", INVENTORY.replace("RTX 3090", "T4"), "no peak of T4 in bf16"),
 ])

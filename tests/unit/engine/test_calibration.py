@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from hvdtrain.config import Config
-from hvdtrain.engine import calibration, step_history
+from hvdtrain.engine import calibration, calibration_file, step_history
 from hvdtrain.engine.step_history import StepRow
-from hvdtrain.planning.hardware.rates import Calibration
+from hvdtrain.planning.compressor_choice import CodecCost
+from hvdtrain.planning.hardware.rates import Calibration, ZeroUpdate
 from hvdtrain.planning.linear import LinearTime, Link
 
 MADE = Calibration("NVIDIA X 40GB", "bf16", 4, 2, LinearTime(1e-3, 2e-4), (8, 16), 3e-3, 0.06, "shared", False,
-                   Link(1e-5, 1e-10), Link(2e-5, 1e-9), {"fp16": (1e-3, 0.5)}, (0.1, 2.0), 5e-4, 0.25, "",
-                   "2026-01-01T00:00:00+00:00")
+                   Link(1e-5, 1e-10), Link(2e-5, 1e-9), {"fp16": CodecCost(1e-3, 0.5, 2e-4, (400, 100))},
+                   (0.1, 2.0), 5e-4, 0.25, 1e-4, ZeroUpdate(8, 1e-3, 2e-3, True), "", "2026-01-01T00:00:00+00:00")
 
 
 @pytest.fixture
@@ -25,48 +26,49 @@ def cache(monkeypatch, tmp_path):
 
 
 def test_a_calibration_is_read_back_by_device_and_workload(cache):
-    calibration.keep(MADE, "model")
-    calibration.keep(replace(MADE, precision="fp32"), "model")
-    calibration.keep(newer := replace(MADE, update_s=4e-3), "model")  # in place of the first
-    assert calibration.known(MADE.device, "model") == [replace(MADE, precision="fp32"), newer]
-    assert calibration.known(MADE.device, "other") == [] == calibration.known("another device", "model")
+    calibration_file.keep(MADE, "model")
+    calibration_file.keep(replace(MADE, precision="fp32"), "model")
+    calibration_file.keep(newer := replace(MADE, update_s=4e-3), "model")  # in place of the first
+    assert calibration_file.known(MADE.device, "model") == [replace(MADE, precision="fp32"), newer]
+    assert calibration_file.known(MADE.device, "other") == [] == calibration_file.known("another device", "model")
     assert [path.name for path in cache.iterdir()] == ["nvidia-x-40gb.json"]
-    for number in range(calibration.MOST_ENTRIES):
-        calibration.keep(MADE, f"model {number}")
-    assert len(json.loads((cache / "nvidia-x-40gb.json").read_text())["calibrations"]) == calibration.MOST_ENTRIES
+    for number in range(calibration_file.MOST_ENTRIES):
+        calibration_file.keep(MADE, f"model {number}")
+    assert len(json.loads((cache / "nvidia-x-40gb.json").read_text())["calibrations"]) == calibration_file.MOST_ENTRIES
 
 
 @pytest.mark.parametrize("change", [
     {"line": [0.0, 0.0]}, {"line": [-1.0, 1.0]}, {"line": ["a", 1.0]}, {"sizes": []}, {"error": 2.0}, {"late": 1.5},
-    {"within": [1.0]}, {"codecs": 3}, {"save_s": None}, {"local": "four"}])
+    {"within": [1.0]}, {"codecs": 3}, {"codecs": {"fp16": [1e-3, 0.5]}},
+    {"accumulate_s": -1.0}, {"zero": [2, 1e-3]}, {"zero": 3}, {"save_s": None}, {"local": "four"}])
 def test_a_damaged_entry_is_left_out(cache, change):
-    calibration.keep(MADE, "model")
+    calibration_file.keep(MADE, "model")
     path = cache / "nvidia-x-40gb.json"
     record = json.loads(path.read_text())
     record["calibrations"][0].update(change)
     path.write_text(json.dumps(record))
-    assert calibration.known(MADE.device, "model") == []
+    assert calibration_file.known(MADE.device, "model") == []
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 99, "calibrations": []}', '{"version": 1}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 99, "calibrations": []}', '{"version": 2}'])
 def test_a_damaged_file_is_no_calibration_and_is_replaced(cache, text):
     cache.mkdir(parents=True)
     (cache / "nvidia-x-40gb.json").write_text(text)
-    assert calibration.known(MADE.device, "model") == []
-    calibration.keep(MADE, "model")
-    assert calibration.known(MADE.device, "model") == [MADE]
+    assert calibration_file.known(MADE.device, "model") == []
+    calibration_file.keep(MADE, "model")
+    assert calibration_file.known(MADE.device, "model") == [MADE]
 
 
 def test_what_a_run_took_corrects_the_next_plan(cache):
-    calibration.keep(replace(MADE, history="mine-steps"), "model")
-    assert calibration.known(MADE.device, "model")[0].line == MADE.line
+    calibration_file.keep(replace(MADE, history="mine-steps"), "model")
+    assert calibration_file.known(MADE.device, "model")[0].line == MADE.line
     step_history.add("mine-steps", StepRow(16, 1, 2 * MADE.line.seconds(16, 1), 5e-3, 0.0, error=-0.11))
-    found, = calibration.known(MADE.device, "model")
+    found, = calibration_file.known(MADE.device, "model")
     assert found.line.seconds(16, 1) == pytest.approx(2 * MADE.line.seconds(16, 1))
     assert (found.update_s, found.error) == (5e-3, 0.11)
     step_history.add("mine-steps", StepRow(16, 1, 50 * MADE.line.seconds(16, 1), 5e-3, 0.0))
-    found, = calibration.known(MADE.device, "model")
-    assert found.line.seconds(16, 1) == pytest.approx(calibration.MOST_FACTOR * MADE.line.seconds(16, 1))
+    found, = calibration_file.known(MADE.device, "model")
+    assert found.line.seconds(16, 1) == pytest.approx(calibration_file.MOST_FACTOR * MADE.line.seconds(16, 1))
 
 
 def test_buckets_that_leave_late_are_measured():

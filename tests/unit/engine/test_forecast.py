@@ -9,7 +9,7 @@ from small_runs import config, fitted, lockstep, make_model, samples
 
 from hvdtrain.core import RunFiles
 from hvdtrain.engine import step_history, summary
-from hvdtrain.engine.calibration import corrected
+from hvdtrain.engine.calibration_file import corrected
 from hvdtrain.engine.callbacks import forecast as forecasting
 from hvdtrain.engine.step_history import LinkRow, StepRow
 from hvdtrain.planning.hardware.rates import Calibration

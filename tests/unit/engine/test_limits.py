@@ -26,7 +26,9 @@ def limits(size, settings):
     return lockstep(size, settings, lambda rank: make_model("numpy"), samples(96), limit_of)
 
 
-def test_a_budget_is_the_time_that_it_pays_for(tmp_path):
+def test_a_budget_is_the_time_that_it_pays_for(tmp_path, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr(causes, "started_at", lambda: now)
     path = priced(tmp_path, HOSTS.format(price=36))
     found = limits(2, config(budget=2.0, inventory=path))
     begun = causes.started_at()

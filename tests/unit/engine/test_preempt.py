@@ -122,6 +122,26 @@ def test_a_known_limit_ends_it_before(tmp_path):
         assert 5 <= run.state.cursor.step <= 9
 
 
+@pytest.mark.parametrize("limit_s", [3.0, 100.0])
+def test_a_limit_that_the_start_has_used_up_ends_it_before_a_step(tmp_path, monkeypatch, limit_s):
+    """A second is left: of a short limit no job could use more, of a long one earlier attempts have used the rest."""
+    monkeypatch.setattr(causes, "started_at", lambda: 998.0)
+    settings = config(out=str(tmp_path / "run"), epochs=10**6)
+
+    def work(run):
+        preempt(run).__init__(RunLimit(1001.0, limit_s), Clock(1000.0 if run.control.rank == 0 else 5.0))
+        loop.fit(run)
+        return run
+
+    if limit_s == 3.0:
+        with pytest.raises(UserError, match="limit of 3 s, of which the start took 2.0 s.* Raise"):
+            lockstep(2, settings, lambda rank: make_model("numpy"), samples(96), work)
+        assert not (tmp_path / "run").exists()
+        return
+    for run in lockstep(2, settings, lambda rank: make_model("numpy"), samples(96), work):
+        assert run.state.requeue and run.state.cursor.step == 0 and "1 s are left of the time limit" in run.state.stop
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
 def test_the_users_handler_is_called_and_comes_back(tmp_path, number):
     heard = []

@@ -12,6 +12,7 @@ from hvdtrain.planning.compressor_choice import (
     CompressorCost,
     CompressorPrediction,
     best_wires,
+    codec_of,
     decide,
     pick_bucket,
     predict,
@@ -41,6 +42,17 @@ def test_the_formula(overlaps, in_graph, wait_s, shown):
     later = 1.0 if overlaps and not in_graph else shown
     assert two_shot.step_s == pytest.approx(0.4 - shown * 0.1 + 0.005 + shown * 0.01 + later * 0.01)
     assert (two_shot.wire_s, two_shot.codec_s, two_shot.wire_bytes) == (pytest.approx(0.02), 0.005, 1_500_000)
+
+
+def test_a_compressor_in_a_simulated_step_takes_its_seconds():
+    """Over a link that is slower in a step than by single calls, with buckets of its own."""
+    sums = Link(1e-3, 2e-8)
+    found = codec_of(TWO_SHOT, NONE, LINKS, sums, (2_000_000,) * 5, (5_000_000,) * 2)
+    whole_s = 2 * 1e-3 + 10_000_000 * 2e-8
+    assert 5 * 1e-3 + found.ratio * 10_000_000 * 2e-8 == pytest.approx(0.1 * whole_s)  # 10 of 100 ms
+    assert (found.codec_s, found.later_s, found.bucket_bytes) == (0.005, pytest.approx(0.01), (2_000_000,) * 5)
+    free = {kind: Link(0.0, 0.0) for kind in LINKS}
+    assert codec_of(TWO_SHOT, NONE, free, Link(0.0, 0.0), (1,), (1,)).ratio == 0.15
 
 
 def test_a_wire_that_costs_nothing_gives_nothing_to_save():

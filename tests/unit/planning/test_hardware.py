@@ -9,10 +9,11 @@ from hvdtrain.commands.plan.inventory import catalogue_here
 from hvdtrain.config.inventory import InventoryDevice, InventoryLinks
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import machine
+from hvdtrain.planning.compressor_choice import CodecCost
 from hvdtrain.planning.hardware import alternatives
 from hvdtrain.planning.hardware.alternatives import PlanLimits
 from hvdtrain.planning.hardware.estimate import SiteHost, TrainingSettings, estimate
-from hvdtrain.planning.hardware.rates import AssumedDevice, Assumptions, Calibration, Rates
+from hvdtrain.planning.hardware.rates import AssumedDevice, Assumptions, Calibration, Rates, ZeroUpdate
 from hvdtrain.planning.hardware.workload import assumed
 from hvdtrain.planning.linear import LinearTime, Link
 
@@ -45,7 +46,7 @@ def explored(hosts, settings, known, samples=10**6, wishes=None):
 def test_every_figure_of_the_catalogue_has_a_source(device):
     assert device.source.startswith("https://") and device.memory_bytes and device.bandwidth_Bps and device.power_w
     assert all(link.startswith("https://") for link in device.sources.values())
-    assert {*device.sources, *device.unconfirmed} <= device.flops.keys()
+    assert device.sources.keys() <= device.flops.keys()
     assert device.flops["fp32"] <= device.flops.get("tf32", device.flops["fp16"]) <= device.flops["fp16"]
     for kind, peak in device.flops.items():  # one truth: the utilisation of a run has a table of its own
         tflops = machine.peak_tflops(device.name.replace("-", " ").removesuffix("GB"), kind)
@@ -120,7 +121,7 @@ def test_a_price_or_power_that_is_unknown_leaves_cost_and_energy_out():
 
 def test_without_assumptions_only_what_was_calibrated_is_estimated():
     made = Calibration(A100.name, "bf16", 4, 1, LinearTime(1e-3, 1e-4), (8, 64), 2e-3, 0.07, "horovod", True,
-                       Link(0.0, 1e-11), None, {"fp16": (1e-3, 0.5)}, (0.5, 2.0))
+                       Link(0.0, 1e-11), None, {"fp16": CodecCost(1e-3, 0.5)}, (0.5, 2.0))
     known = rates(guess=None, calibrations=[made])
     saving = estimate([host("a", A100, 4)], TrainingSettings(128, "bf16", save_steps=100), known, 1000)
     found = estimate([host("a", A100, 4)], TrainingSettings(128, "bf16"), known, 1000)
@@ -139,6 +140,27 @@ def test_without_assumptions_only_what_was_calibrated_is_estimated():
     assert "activation checkpointing" not in explored([host("a", A100, 4)], timed, rates(LARGE, None, [made]))[1]
     _, found, left_out, _ = explored([host("a", A100, 4)], TrainingSettings(128, "bf16"), known)
     assert "compression fp16" in found and "one more host like a" in left_out
+
+
+def test_zero_and_micro_batches_take_what_was_measured():
+    made = Calibration(A100.name, "bf16", 4, 1, LinearTime(1e-3, 1e-4), (4, 64), 8e-3, 0.07, "horovod", False,
+                       Link(0.0, 1e-11), None, accumulate_s=3e-3)
+    measured = replace(made, zero=ZeroUpdate(4, 6e-3, 5e-3, True))
+
+    def parts(calibration, size=4, **change):
+        settings = replace(TrainingSettings(32 * size, "bf16"), **change)
+        return estimate([host("a", A100, size)], settings, rates(guess=None, calibrations=[calibration]), 0).parts
+
+    plain, sharded = parts(made, zero=1), parts(measured, zero=1)
+    assert plain["update"] == pytest.approx(2e-3) and sharded["update"] == pytest.approx(6e-3)
+    assert sharded["exchange"] == pytest.approx(plain["exchange"] + 5e-3)
+    assert parts(measured, zero=2)["exchange"] < sharded["exchange"]  # whose transport works during backward
+    assert parts(measured, 2, zero=1)["update"] == pytest.approx(12e-3)  # half of the parameters, not a quarter
+    assert parts(measured)["update"] == pytest.approx(8e-3)
+    assert parts(made, accumulate=4)["compute"] == pytest.approx(4 * 1e-3 + 32 * 1e-4 + 3 * 3e-3)
+    free = replace(made, accumulate_s=0.0)
+    added = parts(made, stages=2, micros=4)["compute"] - parts(free, stages=2, micros=4)["compute"]
+    assert added == pytest.approx(3 * 3e-3 / 2)
 
 
 def test_a_rank_without_samples_computes_nothing():

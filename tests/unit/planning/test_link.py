@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.planning.linear import Link, Traffic, fit_link, wire_seconds
+from hvdtrain.planning.linear import LinearTime, Link, Traffic, fit_link, wire_seconds, with_adding
 
 SIZES = [4096 * 4**i for i in range(6)]
 
@@ -16,6 +16,17 @@ def test_points_on_a_line_give_that_line(alpha_s, beta, n):
     link = fit_link([(x, alpha_s + beta * x) for x in SIZES[-n:]])
     for x in SIZES:
         assert link.seconds(x) == pytest.approx(alpha_s + beta * x, rel=1e-4, abs=0)
+
+
+@given(st.floats(0, 1e-1), st.floats(1e-5, 1e-1), st.floats(0.2, 5), st.floats(0, 1e-1), st.integers(1, 5),
+       st.integers(1, 5))
+def test_two_steps_give_the_seconds_of_adding_gradients(a_s, c_s, factor, adding_s, n, more):
+    line, samples = LinearTime(a_s, c_s), 40
+    steps = [(k, factor * line.seconds(samples, k) + (k - 1) * adding_s) for k in (n, n + more)]
+    scaled, found_s = with_adding(line, samples, *steps)
+    assert found_s == pytest.approx(adding_s, rel=1e-6, abs=1e-9 * steps[1][1])
+    assert scaled.seconds(samples, 3) == pytest.approx(factor * line.seconds(samples, 3), rel=1e-6)
+    assert with_adding(line, samples, steps[0], (n + more, 0.0))[1] == 0  # noise
 
 
 def test_noise_moves_it_little():

@@ -31,9 +31,28 @@ RANKS = st.lists(st.builds(Rank, st.integers(0, 3), st.builds(LinearTime, st.flo
                            st.integers(0, 64), st.integers(1, 4), st.floats(0, 1e-2), st.floats(0, 1e-2),
                            st.sampled_from([0.0, 0.05, 0.5])), min_size=1, max_size=9).map(tuple)
 EXCHANGES = st.builds(Exchange, TRANSPORTS, st.lists(st.integers(1, 1 << 24), min_size=1, max_size=6).map(tuple),
-                      LINKS, LINKS, st.booleans(), st.floats(0, 1e-2), st.floats(1e-3, 1), st.integers(0, 3))
+                      LINKS, LINKS, st.booleans(), st.floats(0, 1e-2), st.floats(1e-3, 1), st.integers(0, 3),
+                      st.sampled_from([0.0, 0.5, 1.0]), later_s=st.floats(0, 1e-2), copy_s=st.floats(0, 1e-2),
+                      layer_bytes=st.sampled_from([(), (800, 1600)]), late=st.floats(0, 1))
+"""All transports (mpi is flat, shared hierarchical), with and without compressors, ZeRO, overlap, sync_batchnorm."""
+
 HOSTS = st.lists(st.builds(Host, st.sampled_from([0.0, 0.5, 1.0, 2.0])), max_size=4).map(tuple)
-SCENES = st.builds(Scene, RANKS, EXCHANGES, hosts=HOSTS)
+
+
+@st.composite
+def scenes(draw, pipelines=True):
+    """Draw a scene; half of those with an even number of ranks are pipelines of two stages."""
+    ranks, exchange = draw(RANKS), draw(EXCHANGES)
+    if not pipelines or len(ranks) % 2 or draw(st.booleans()):
+        return Scene(ranks, exchange, hosts=draw(HOSTS))
+    order, micros = draw(st.sampled_from(["1f1b", "gpipe"])), draw(st.integers(1, 6))
+    seconds = draw(st.tuples(*[SECONDS] * 5))
+    stages = tuple(Stages((r, r + 1), order, micros, seconds[:2], seconds[2:4], seconds[4:])
+                   for r in range(0, len(ranks), 2))
+    return Scene(ranks, replace(exchange, zero=0), stages, hosts=draw(HOSTS))
+
+
+SCENES = scenes()
 FEW = settings(max_examples=40, deadline=None)
 
 
@@ -50,28 +69,48 @@ def test_more_bandwidth_never_slows_a_step(scene, factor, between):
 
 
 @FEW
-@given(RANKS, st.builds(LinearTime, st.floats(0, 1e-2), SECONDS), st.integers(8, 64))
-def test_more_ranks_never_lower_the_throughput_at_infinite_bandwidth(ranks, line, n):
+@given(RANKS, EXCHANGES, st.builds(LinearTime, st.floats(0, 1e-2), SECONDS), st.integers(8, 64))
+def test_more_ranks_never_lower_the_throughput_at_infinite_bandwidth(ranks, exchange, line, n):
+    """Whose compressor, if any, takes its time on one rank as well."""
+    free = replace(exchange, within=Link(0, 0), between=Link(0, 0), codec_s=0.0, later_s=0.0, copy_s=0.0)
+    encoded = replace(free, codec_s=exchange.codec_s, later_s=exchange.later_s, copy_s=exchange.copy_s)
+
     def planned(ranks):
         made = plan([rank.line for rank in ranks], n)
         parts = [replace(rank, samples=part.samples, parts=part.accumulate, spread=0.0, update_s=0.0, input_s=0.0)
                  for rank, part in zip(ranks, made.parts)]
-        return step(Scene(tuple(parts), Exchange("mpi", (1 << 20,)))).samples_per_s
+        return step(Scene(tuple(parts), free)).samples_per_s
 
     assert planned((*ranks, Rank(0, line, 0))) >= planned(ranks) * (1 - 1e-12)
     same = tuple(replace(rank, spread=0.0, samples=rank.samples + 1) for rank in ranks)  # equal shares: one of a kind
-    before = step(Scene(same, Exchange("mpi", (1 << 20,)))).samples_per_s
-    assert step(Scene((*same, same[0]), Exchange("mpi", (1 << 20,)))).samples_per_s >= before * (1 - 1e-12)
+    for each in (free, encoded) if len(same) > 1 else (free,):
+        before = step(Scene(same, each)).samples_per_s
+        assert step(Scene((*same, same[0]), each)).samples_per_s >= before * (1 - 1e-12)
 
 
 @FEW
-@given(SCENES, st.integers(0, 8))
+@given(SECONDS, SECONDS, EXCHANGES, st.integers(1, 6), st.integers(1, 3))
+def test_more_replicas_of_a_pipeline_never_lower_the_throughput_at_infinite_bandwidth(first, second, exchange, micros,
+                                                                                   copies):
+    free = replace(exchange, within=Link(0, 0), between=Link(0, 0), codec_s=0.0, later_s=0.0, zero=0)
+
+    def rate(copies):
+        ranks = tuple(Rank(r % 2, LinearTime(0, 1e-3), 8 * (1 - r % 2)) for r in range(2 * copies))
+        stages = tuple(Stages((r, r + 1), "1f1b", micros, (first, second), (second, first)) for r in range(
+            0, 2 * copies, 2))
+        return step(Scene(ranks, free, stages)).samples_per_s
+
+    assert rate(copies + 1) >= rate(copies) * (1 - 1e-12)
+
+
+@FEW
+@given(scenes(pipelines=False), st.integers(0, 8))
 def test_a_rank_removed_equals_that_rank_at_speed_0(scene, number):
     """It has no samples and takes part in the exchange alone, which is free here."""
     gone = number % len(scene.ranks)
     calm = [replace(rank, spread=0.0) for rank in scene.ranks]
     calm[gone] = replace(calm[gone], samples=0, parts=0, update_s=0.0, input_s=0.0, threads=0.0)
-    free = replace(scene.exchange, within=Link(0, 0), between=Link(0, 0), codec_s=0.0)
+    free = replace(scene.exchange, within=Link(0, 0), between=Link(0, 0), codec_s=0.0, later_s=0.0, copy_s=0.0)
     kept = step(replace(scene, ranks=tuple(calm), exchange=free))
     if len(calm) > 1:
         removed = step(replace(scene, ranks=(*calm[:gone], *calm[gone + 1:]), exchange=free))
@@ -83,9 +122,12 @@ def test_a_rank_removed_equals_that_rank_at_speed_0(scene, number):
 @FEW
 @given(SCENES, st.integers(1, 5))
 def test_bytes_are_conserved(scene, pieces):
-    """2 (P - 1) vectors travel by any algorithm, however they are cut into buckets and spread over hosts."""
-    old = replace(scene.exchange, zero=0, ratio=1.0)
-    size, nbytes = len(scene.ranks), sum(old.bucket_bytes)
+    """2 (P - 1) vectors travel by any algorithm, however they are cut into buckets and spread over hosts.
+
+    Of a pipeline's P replicas each stage sums its share of the gradients.
+    """
+    old = replace(scene.exchange, zero=0, ratio=1.0, layer_bytes=())
+    size, nbytes = len(scene.stages) or len(scene.ranks), sum(old.bucket_bytes)
     sent = step(replace(scene, exchange=old)).sent_bytes
     assert sum(sent) == pytest.approx(2 * (size - 1) * nbytes)
     cut = replace(old, bucket_bytes=tuple(b for b in old.bucket_bytes for _ in range(pieces)))
@@ -124,6 +166,14 @@ def test_buckets_hide_behind_backward_except_for_the_last():
     assert step(Scene(ranks, late)).parts["exchange"] == pytest.approx(4 * each_s)
     slow = replace(exchange, within=Link(0, 1e-8))  # 4 x 10 ms in 20 ms of backward, the first after 5 ms
     assert step(Scene(ranks, slow)).mid_s == pytest.approx(15e-3 + 40 * each_s)
+
+
+def test_a_bucket_that_is_complete_early_is_encoded_after_those_before_it():
+    """TensorFlow completes the first bucket last: no encoding is hidden then."""
+    ranks = (Rank(0, LinearTime(0, 1e-2), 3),) * 2
+    exchange = Exchange("mpi", (1 << 20,) * 2, within=Link(0, 1e-12), overlaps=True, codec_s=4e-3, ready=(1.0, 0.5))
+    assert step(Scene(ranks, exchange)).parts["exchange"] == pytest.approx(4e-3, rel=0.01)
+    assert step(Scene(ranks, replace(exchange, ready=(0.5, 0.9)))).parts["exchange"] == pytest.approx(2e-3, rel=0.01)
 
 
 def test_ranks_that_share_cores_speed_up_when_one_ends():

@@ -16,7 +16,7 @@ from hvdtrain.engine.run_parts import Findings, RunSetup, RunState, Services, St
 
 PACKAGES = {"backends", "checkpoint", "cluster", "comm", "commands", "config", "core", "data", "engine", "keras",
             "parallel", "planning", "recipes", "reports", "tensorflow", "torch"}
-MOST_FILES = 551
+MOST_FILES = 552
 """Without recipes/, whose files users copy."""
 
 

@@ -5,8 +5,7 @@ Knows the package by the names of its classes. `hvdtrain.data.collate` has rows 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.data.collate import Collated
 from hvdtrain.data.rows import ColumnNames
 from hvdtrain.data.stream import Arrays
+from hvdtrain.data.stream_reading import files_identity
 
 OWN_FORMAT = "custom"
 """Format of a dataset with a transform of the user's, which makes the columns when they are read."""
@@ -53,37 +53,33 @@ def files_of(dataset: Any) -> int:
     return int(getattr(dataset, "num_shards", 0))
 
 
+_OF_USER = {"MappedExamplesIterable", "FilteredExamplesIterable"}
+"""Stages that call a function of the user's, which may ask for the rank, draw numbers or read other files."""
+
+
 def identity_of(dataset: Any) -> str:
     """Return a text that ranks with the same samples in the same order share; "" where only reading can tell.
 
-    Of a ``datasets.IterableDataset`` over files that a reader of the package reads without a filter of the user's;
-    of another dataset its ``identity``, if it has one.
+    Known of a ``datasets.IterableDataset`` that reads files by the package itself, without a function of the user's.
     """
     stage = getattr(dataset, "_ex_iterable", None)
-    if stage is None:
-        return str(getattr(dataset, "identity", ""))
-    if not files_of(dataset):
+    if stage is None or not files_of(dataset) or getattr(dataset, "_starting_state_dict", None) is not None:
         return ""
-    filtered, facts = False, list[Any]()
+    facts: list[Any] = [repr(getattr(dataset, name, None)) for name in ("_formatting", "features")]
     while (inner := getattr(stage, "ex_iterable", None)) is not None:
-        filtered = filtered or type(stage).__name__ == "FilteredExamplesIterable"
+        if type(stage).__name__ in _OF_USER:
+            return ""
         facts += [type(stage).__name__, {name: value for name, value in vars(stage).items()
-                                         if name not in ("ex_iterable", "_state_dict")}]
+                                         if name != "ex_iterable" and "state_dict" not in name}]
         stage = inner
     reader = getattr(stage, "generate_tables_fn", None) or getattr(stage, "generate_examples_fn", None)
-    if filtered or not str(getattr(reader, "__module__", "")).startswith("datasets."):
-        return ""  # functions of the user's may ask for the rank
+    files = files_identity(_texts(stage.kwargs))
+    if not files or not str(getattr(reader, "__module__", "")).startswith("datasets.packaged_modules."):
+        return ""
     from datasets.fingerprint import Hasher
 
-    names = list(_texts(stage.kwargs))
-    facts += [reader.__module__, repr(getattr(getattr(reader, "__self__", None), "config", None)), names,
-              sizes_of(names)]
+    facts += [reader.__module__, repr(getattr(getattr(reader, "__self__", None), "config", None)), files]
     return str(Hasher.hash(facts))
-
-
-def sizes_of(names: Iterable[str]) -> list[int]:
-    """Return the bytes of each file; -1 of what this host has no file of."""
-    return [os.path.getsize(name) if os.path.isfile(name) else -1 for name in names]
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -61,9 +61,8 @@ class _Facts(NamedTuple):
 
     def identical(self) -> bool:
         """Return whether all ranks have the same stream by its ``identity``, without reading it. Collective."""
-        found = self.everyone.gather(agreed(self.everyone, lambda: str(getattr(self.reading.data, "identity", "")),
-                                            "data"))
-        return bool(found[0]) and len(set(found)) == 1
+        found = self.everyone.gather(agreed(self.everyone, lambda: getattr(self.reading.data, "identity", ""), "data"))
+        return found[0] != "" and all(isinstance(one, str) and one == found[0] for one in found)
 
 
 def choose(reading: StreamReading, everyone: Control, place: int, global_batch: int, key: str, ahead: int,

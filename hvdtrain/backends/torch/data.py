@@ -25,7 +25,7 @@ from torch.utils.data import (
     default_convert,
 )
 
-from hvdtrain.backends.torch.worker_memory import SharedCollate, forget
+from hvdtrain.backends.torch.worker_memory import collation
 from hvdtrain.core.errors import UserError
 from hvdtrain.data import grain_data, hugging_face
 from hvdtrain.data.collate import Collated
@@ -204,7 +204,8 @@ class LoaderStream(_Named):
     @property
     def identity(self) -> str:
         """Return a text that determines the samples; "" where none does."""
-        of_data = hugging_face.identity_of(self.loader.dataset) if self.num_shards else ""
+        known = self.num_shards and self.loader.worker_init_fn is None  # a function of the user's may ask for the rank
+        of_data = hugging_face.identity_of(self.loader.dataset) if known else ""
         return of_data and f"{of_data}, {self.loader.batch_size} by {self.loader.num_workers}"
 
     def shard(self, num_shards: int, index: int) -> LoaderStream:
@@ -337,8 +338,7 @@ def _seeded(loader: DataLoader, seed: int, epoch: int) -> Iterator[None]:
         owner.generator = generator
     collate = loader.collate_fn
     if collate is default_collate:
-        forget()
-        loader.collate_fn = partial(_collated, collate=SharedCollate() if loader.num_workers else default_collate)
+        loader.collate_fn = partial(_collated, collate=collation(loader.num_workers))
     try:
         yield
     finally:

@@ -1,31 +1,43 @@
-"""Hand batches of a `DataLoader`'s workers to the rank in shared memory that is used again: `SharedCollate`.
+"""Hand batches of a `DataLoader`'s workers to the rank in reused shared memory: `collation`.
 
-PyTorch itself makes, passes and unmaps a new file for each tensor. What a batch is remains PyTorch's to say.
+PyTorch itself creates, passes and unmaps a new file for each tensor. The structure of a batch is left to PyTorch.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
+from torch.utils.data import default_collate
 
 from hvdtrain.cluster.messages.shared_memory import SLOT_HEAD, Slot, freed_with, opened
 
+try:
+    from torch.utils.data._utils.collate import collate, default_collate_fn_map
+except ImportError:  # private names of PyTorch
+    collate = None
+
 LEAST_BYTES = 1 << 16
-"""Smaller tensors go through the workers' pipe as they are."""
+"""Bytes of a batched tensor below which PyTorch hands it over."""
 
 _mapped: dict[int, mmap.mmap] = {}
 """Memory of the workers of the epoch in progress, by the slot's number, which is random."""
 
 
+def collation(workers: int) -> Callable[[list[Any]], Any]:
+    """Return `default_collate`, or a `SharedCollate` where there are workers and this PyTorch and system allow it."""
+    _mapped.clear()
+    usable = workers and collate is not None and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+    return SharedCollate() if usable else default_collate
+
+
 class SharedCollate:
-    """Collate as `default_collate` does, with large tensors as numpy arrays in the worker's memory."""
+    """Collate as `default_collate` does, with large tensors in the worker's shared memory."""
 
     def __init__(self) -> None:
         self._slots: list[Slot] = []
@@ -38,14 +50,14 @@ class SharedCollate:
         plain = type(first) is torch.Tensor and first.layout is torch.strided and first.device.type == "cpu" and all(
             one.shape == first.shape and one.dtype is first.dtype and not one.requires_grad for one in tensors)
         nbytes = first.nbytes * len(tensors)
-        if not plain or nbytes < LEAST_BYTES or first.dtype is torch.bfloat16:
+        if not plain or nbytes < LEAST_BYTES:
             stack: Callable[..., Any] = default_collate_fn_map[torch.Tensor]
             return stack(tensors, collate_fn_map=collate_fn_map)
         slot = self._free(nbytes)
         slot.words[0] = 1
         out = torch.from_numpy(slot.data[:nbytes]).view(first.dtype).view(len(tensors), *first.shape)
         torch.stack(list(tensors), out=out)
-        return _InSlot(slot, out.numpy())
+        return _InSlot(slot, out)
 
     def _free(self, nbytes: int) -> Slot:
         """Return the smallest slot that is large enough and that the rank has let go, a new one where there is none."""
@@ -60,28 +72,27 @@ class SharedCollate:
 
 
 class _InSlot:
-    """An array in a slot of a worker, which becomes an array again where it is unpickled."""
+    """A tensor in a slot of a worker, which is unpickled as a tensor."""
 
-    def __init__(self, slot: Slot, array: np.ndarray) -> None:
-        self._slot, self._array = slot, array
+    def __init__(self, slot: Slot, tensor: torch.Tensor) -> None:
+        self._slot, self._tensor = slot, tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
-        slot, array = self._slot, self._array
-        return _array_of, (os.getpid(), slot.fd, slot.number, slot.nbytes, array.dtype.str, array.shape)
+        slot, tensor = self._slot, self._tensor
+        return _tensor_of, (os.getpid(), slot.fd, slot.number, slot.nbytes, tensor.dtype, tuple(tensor.shape))
 
 
-def _array_of(pid: int, fd: int, number: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the array in a worker's slot, which is free again once the array and its views are gone.
+def _tensor_of(pid: int, fd: int, number: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor in a worker's slot, which is free again once the tensor and its views are gone.
 
-    The worker lives until its results have been unpickled, as PyTorch's own way to hand over tensors needs too.
+    Errors: `RuntimeError` for a worker that has ended, as of PyTorch's own transfer.
     """
     memory = _mapped.get(number)
     if memory is None:
-        memory = _mapped[number] = opened(pid, fd, SLOT_HEAD + nbytes)
-    n = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    return freed_with(memory, n).view(dtype).reshape(shape)
-
-
-def forget() -> None:
-    """Unmap the memory of workers that no array needs."""
-    _mapped.clear()
+        try:
+            memory = _mapped[number] = opened(pid, fd, SLOT_HEAD + nbytes)
+        except OSError as error:
+            raise RuntimeError(f"the DataLoader worker {pid} ended before its batch was read, or its memory cannot be "
+                               f"opened: {error}") from error
+    n = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(freed_with(memory, n)).view(dtype).view(shape)

@@ -252,8 +252,13 @@ def freed_with(memory: mmap.mmap, nbytes: int) -> np.ndarray:
     """Return the message in a slot, uint8[nbytes], whose slot is free again once the message and its views are gone."""
     data = np.frombuffer(memory, np.uint8, nbytes, SLOT_HEAD)
     # Views of the array keep it, not its memory alone: it goes with the last of them.
-    weakref.finalize(data, np.frombuffer(memory, np.int64, 1).__setitem__, 0, 0).atexit = False
+    weakref.finalize(data, _free, np.frombuffer(memory, np.int64, 1), os.getpid()).atexit = False
     return data
+
+
+def _free(words: np.ndarray, pid: int) -> None:
+    if os.getpid() == pid:  # a forked process has copies of the messages, and the original may still be read
+        words[0] = 0
 
 
 def opened(pid: int, fd: int, nbytes: int) -> mmap.mmap:

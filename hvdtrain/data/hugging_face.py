@@ -56,6 +56,9 @@ def files_of(dataset: Any) -> int:
 _OF_USER = {"MappedExamplesIterable", "FilteredExamplesIterable"}
 """Stages that call a function of the user's, which may ask for the rank, draw numbers or read other files."""
 
+_OF_FILES = {f"datasets.packaged_modules.{kind}.{kind}" for kind in ("arrow", "csv", "json", "parquet", "text")}
+"""Modules whose samples the listed files and the configuration determine; that of generators is none of these."""
+
 
 def identity_of(dataset: Any) -> str:
     """Return a text that ranks with the same samples in the same order share; "" where only reading can tell.
@@ -73,12 +76,13 @@ def identity_of(dataset: Any) -> str:
                                          if name != "ex_iterable" and "state_dict" not in name}]
         stage = inner
     reader = getattr(stage, "generate_tables_fn", None) or getattr(stage, "generate_examples_fn", None)
-    files = files_identity(_texts(stage.kwargs))
-    if not files or not str(getattr(reader, "__module__", "")).startswith("datasets.packaged_modules."):
+    module, settings = getattr(reader, "__module__", ""), repr(getattr(getattr(reader, "__self__", None), "config", ""))
+    files = files_identity(_texts(stage.kwargs)) if module in _OF_FILES else ""
+    if not files or " at 0x" in settings:  # of a function of the user's
         return ""
     from datasets.fingerprint import Hasher
 
-    facts += [reader.__module__, repr(getattr(getattr(reader, "__self__", None), "config", None)), files]
+    facts += [module, settings, files]
     return str(Hasher.hash(facts))
 
 

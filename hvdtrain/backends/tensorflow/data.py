@@ -143,6 +143,9 @@ class DatasetStream(_Elements):
         if not all(isinstance(name, bytes) for name in names) or not _is_pure(graph, names):
             return ""
         files = files_identity(map(os.fsdecode, names))
+        for node in graph.node:  # numbers of this process' datasets
+            node.attr.pop("metadata", None)
+            node.name = node.name.partition("/")[0] if node.name.startswith("FileIdentity/") else node.name
         parts = sorted(part.SerializeToString(deterministic=True) for part in (*graph.node, *graph.library.function))
         return files and hashlib.sha256(repr([parts, files]).encode()).hexdigest()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.data.crc32c import masked
+from hvdtrain.data.sets.tfrecord import masked
 
 CLASSES = 10
 CONTEXT = 512  # tokens of a sequence

@@ -286,6 +286,12 @@ def _check_tree(found: Any, cls: type, prefix: str, where: str) -> None:
                             f"correct {prefix}{name}")
 
 
+@lru_cache(maxsize=1)
+def _value_parser() -> Any:
+    """Return the parser of all parses of this process; the help needs its own, since a parse adds --print_shtab."""
+    return make_parser()
+
+
 def _typed(base: dict[str, Any], options: list[Option]) -> Config:
     import jsonargparse
 
@@ -295,9 +301,9 @@ def _typed(base: dict[str, Any], options: list[Option]) -> Config:
         if _free(name) is None:
             _check_value(name, value or "", where)
             words.append(f"--{name}={value}")
-    parser = make_parser()
+    parser = _value_parser()
     try:
-        values = parser.parse_object(base, env=False)
+        values = parser.parse_object(base, env=False) if base else None
         values = parser.parse_args(words, namespace=values, env=False)
     except jsonargparse.ArgumentError as error:
         raise _refusal(str(error), base, options) from None

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.errors import UserError, nearest
-from hvdtrain.data.pictures import Normalisation, channels_of, checked_size, decode
+from hvdtrain.data.pictures import Normalisation, Picture, channels_of, checked_size, parsed, stacked
 from hvdtrain.data.rows import INPUTS, TARGETS
 from hvdtrain.data.sources import Unreadable, refuse_strings
 
@@ -86,21 +86,23 @@ class Cells:
         """Take type and shape of each column from a sample. `Damage`: it cannot be decoded."""
         self._kinds = [(array.dtype, array.shape, picture) for array, picture in self._arrays(values)]
 
-    def batch(self, rows: Sequence[Sequence[Any]]) -> tuple[np.ndarray, ...]:
-        """Return the columns (n, ...) of ``rows`` of arrays that `sample` has made."""
-        columns = [np.stack(column) for column in zip(*rows)]
-        return tuple(self.scale(column) if picture else column for column, (_, _, picture) in zip(columns, self._kinds))
+    def batch(self, rows: Sequence[Sequence[Picture]]) -> tuple[np.ndarray, ...]:
+        """Return the columns (n, ...) of ``rows`` that `sample` has made."""
+        return tuple(self.scale(stacked(column, self._channels)) if picture else np.stack(column)
+                     for column, (_, _, picture) in zip(zip(*rows), self._kinds))
 
     @property
     def pictures(self) -> bool:
         """Return whether x is a picture."""
         return bool(self._kinds) and self._kinds[0][2]
 
-    def sample(self, values: Sequence[Any], place: Callable[[], str]) -> list[np.ndarray]:
-        """Return the arrays of one sample. `Damage`: it cannot be decoded; `UserError`: other types or shapes."""
-        arrays = []
+    def sample(self, values: Sequence[Any], place: Callable[[], str]) -> list[Picture]:
+        """Return the columns of one sample for `batch`. `Damage`: it cannot be decoded; `UserError`: other types or
+        shapes.
+        """
+        arrays = list[Picture]()
         for i, ((array, picture), (dtype, shape, wanted)) in enumerate(zip(self._arrays(values), self._kinds)):
-            if array.dtype != dtype and dtype.kind == "f" and array.dtype.kind in "iu":
+            if dtype.kind == "f" and isinstance(array, np.ndarray) and array.dtype.kind in "iu":
                 array = array.astype(dtype)  # 1 in a column that begins with 1.5, as JSON writes it
             if (array.dtype, array.shape, picture) != (dtype, shape, wanted):
                 kinds = [f"{'a picture' if p else t} {list(s)}" for t, s, p in ((array.dtype, array.shape, picture),
@@ -113,13 +115,13 @@ class Cells:
             arrays.append(array)
         return arrays
 
-    def _arrays(self, values: Sequence[Any]) -> list[tuple[np.ndarray, bool]]:
+    def _arrays(self, values: Sequence[Any]) -> list[tuple[Picture, bool]]:
         found = [self._array(value, PARTS[i], i == 0, self._dtypes[i]) for i, value in enumerate(values)]
         if len(found) == len(PARTS):
-            found[-1] = found[-1][0].astype(np.float32), False
+            found[-1] = np.asarray(found[-1][0], np.float32), False
         return found
 
-    def _array(self, value: Any, name: str, is_x: bool, dtype: np.dtype | None) -> tuple[np.ndarray, bool]:
+    def _array(self, value: Any, name: str, is_x: bool, dtype: np.dtype | None) -> tuple[Picture, bool]:
         """Return one value as an array, of ``dtype`` if given, and whether it is a picture."""
         if isinstance(value, dict) and "bytes" in value:  # an image of `datasets`
             value = value["bytes"]
@@ -144,9 +146,9 @@ class Cells:
             array = array.reshape(self._shape)
         return array, False
 
-    def _decoded(self, value: bytes) -> np.ndarray:
+    def _decoded(self, value: bytes) -> Picture:
         try:
-            return decode(io.BytesIO(value), 0, self._size, self._channels)
+            return parsed(io.BytesIO(value), 0, self._size, self._channels)
         except Unreadable as error:
             raise Damage(error.reason) from None
 

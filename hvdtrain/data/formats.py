@@ -239,8 +239,6 @@ class ShardFormat:
 
     kind: ClassVar[str]
     endings: ClassVar[str]
-    together: ClassVar[int] = 0
-    """Bytes of samples that are read before `damaged` looks at them together."""
 
     def names(self, path: str) -> list[str]:
         """Return the columns of the first sample; [] for a shard without samples. `Damage`: it cannot be read."""
@@ -257,10 +255,6 @@ class ShardFormat:
     def read(self, file: Any, place_k: Sequence[int]) -> Any:
         """Return what a file holds of one sample. `Damage`: it cannot be read."""
         return read_at(file, place_k[0], place_k[1])
-
-    def damaged(self, found: Sequence[Any]) -> dict[int, str]:
-        """Return position -> reason of those samples that `read` has returned and whose checksums are wrong."""
-        return {}
 
     def values(self, found: Any, names: tuple[str, ...]) -> Sequence[Any]:
         """Return the values of a sample that `read` has returned. `Damage`: it is none."""
@@ -319,21 +313,12 @@ class ShardSource(FormatSource):
         shards_n = np.searchsorted(self._ends, rows_n, side="right")
         order = np.argsort(rows_n, kind="stable").tolist()
         places = self._places[rows_n].tolist()
-        read, nbytes = list[tuple[int, Any]](), 0
         for shard, group in itertools.groupby(order, lambda at: int(shards_n[at])):
             file = self._file(shard)
-            for at in group:
-                found = self._read(shard, file, places[at])
-                if isinstance(found, Damage):
-                    yield at, found
-                else:
-                    read.append((at, found))
-                    nbytes += places[at][1]
+            read = [(at, self._read(shard, file, places[at])) for at in group]
             self._check_shard(shard)
-            if nbytes >= self._form.together:
-                yield from self._parsed(read)
-                read, nbytes = [], 0
-        yield from self._parsed(read)
+            for at, found in read:
+                yield at, self._parsed(found)
 
     def _read(self, shard: int, file: Any, place_k: list[int]) -> Any:
         if place_k[1] < 0:
@@ -345,13 +330,13 @@ class ShardSource(FormatSource):
         except OSError as error:
             return Damage(error.strerror or str(error))
 
-    def _parsed(self, read: Sequence[tuple[int, Any]]) -> Iterator[tuple[int, Sequence[Any] | Damage]]:
-        wrong = self._form.damaged([found for _, found in read])
-        for i, (at, found) in enumerate(read):
-            try:
-                yield at, Damage(wrong[i]) if i in wrong else self._form.values(found, self._names)
-            except Damage as damage:
-                yield at, damage
+    def _parsed(self, found: Any) -> Sequence[Any] | Damage:
+        if isinstance(found, Damage):
+            return found
+        try:
+            return self._form.values(found, self._names)
+        except Damage as damage:
+            return damage
 
     def _file(self, shard: int) -> Any:
         """Return the open file of a shard; the `_MOST_OPEN` used last stay open."""

@@ -10,13 +10,14 @@ import contextlib
 import io
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from hvdtrain.core.errors import UserError
+from hvdtrain.data.png import Scanlines, image_of, pixels_of, scanlines
 from hvdtrain.data.sources import Unreadable, shown
 from hvdtrain.planning.batch.sampler import at_least
 
@@ -24,8 +25,13 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM")
 LAYOUTS = ("channels_last", "channels_first")
 
+_TOGETHER = 96 << 10  # bytes of pixels that are decoded at once: malloc maps larger arrays anew, page by page
+_WHOLE = 1 << 24  # bytes of a PNG up to which it is read as a whole
 _ORIENTATION = 0x0112  # Exif's tag
 _MODES = {1: "L", 3: "RGB"}
+
+Picture = np.ndarray | Scanlines
+"""A decoded picture, uint8 (H, W, C), or the scanlines of one."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,52 @@ def decode(path: bytes | BinaryIO, number: int, size: tuple[int, int] | None, ch
         return _pixels(image, size, channels)
 
 
+def parsed(file: bytes | io.BytesIO, number: int, size: tuple[int, int] | None, channels: int) -> Picture:
+    """Return what `decode` returns, or the scanlines of a PNG, which `stacked` decodes together with others."""
+    data = _content(file) if isinstance(file, bytes) else file.getvalue()
+    png = scanlines(data, _pillow().MAX_IMAGE_PIXELS or _WHOLE * 1000)
+    if png is None:
+        return decode(file, number, size, channels)
+    if (size is None or size == png.shape[:2]) and png.channels in (1, channels):
+        png.shape = (*png.shape[:2], channels)
+        return png
+    return _fitted(_in_mode(image_of([png]), _MODES[channels]), size, channels)
+
+
+def stacked(pictures: Sequence[Picture], channels: int) -> np.ndarray:
+    """Return uint8 (n, H, W, C) of pictures of one size that `parsed` has returned; grey ones fill all ``channels``."""
+    H, W, _ = pictures[0].shape
+    pixels = np.empty((len(pictures), H, W, channels), np.uint8)
+    pngs: dict[int, list[tuple[int, Scanlines]]] = {}
+    for row, picture in enumerate(pictures):
+        if isinstance(picture, Scanlines):
+            pngs.setdefault(picture.channels, []).append((row, picture))
+        else:
+            pixels[row] = picture
+    for stored, group in pngs.items():
+        n = max(1, _TOGETHER // (H * W * stored))
+        for some in (group[i:i + n] for i in range(0, len(group), n)):
+            pixels[[row for row, _ in some]] = pixels_of([png for _, png in some])
+    return pixels
+
+
+def _content(path: bytes) -> bytes:
+    """Return the bytes of a file named as a PNG; b"" for another one, and where `decode` has to report why not."""
+    if not path[-4:].lower() == b".png":
+        return b""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        size = os.fstat(fd).st_size
+        return os.read(fd, size) if size <= _WHOLE else b""
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)
+
+
 @contextlib.contextmanager
 def _opened(path: bytes | BinaryIO, number: int) -> Iterator[Any]:
     """Give the body the picture; whatever Pillow's decoders stumble over is `Unreadable`."""
@@ -152,8 +204,6 @@ def _opened(path: bytes | BinaryIO, number: int) -> Iterator[Any]:
 
 
 def _pixels(image: Any, size: tuple[int, int] | None, channels: int) -> np.ndarray:
-    from PIL import ImageOps
-
     turned = _orientation(image)
     if size is not None:
         longest = 2 * max(size)
@@ -161,6 +211,12 @@ def _pixels(image: Any, size: tuple[int, int] | None, channels: int) -> np.ndarr
     image = _rgb(image, _MODES[channels])
     if turned > 1:
         image = image.transpose({2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}[turned])  # by Image.Transpose's numbers
+    return _fitted(image, size, channels)
+
+
+def _fitted(image: Any, size: tuple[int, int] | None, channels: int) -> np.ndarray:
+    from PIL import ImageOps
+
     if size is not None and image.size != size[::-1]:
         image = ImageOps.fit(image, size[::-1], method=2)  # bilinear
     # Pillow's own way to numpy asks it more than once what kind of picture this is.
@@ -175,6 +231,10 @@ def _rgb(image: Any, mode: str) -> Any:
     elif image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     image.load()
+    return _in_mode(image, mode)
+
+
+def _in_mode(image: Any, mode: str) -> Any:
     return image if image.mode == mode else image.convert(mode)
 
 

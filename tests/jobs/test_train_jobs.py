@@ -1,4 +1,4 @@
-"""Whole training jobs as a user starts them: the recipe, a short script, a file of one's own, and mistakes."""
+"""Whole training jobs as a user starts them: the recipe, a file of one's own, and mistakes (scripts: test_readme)."""
 
 from __future__ import annotations
 
@@ -45,35 +45,6 @@ def test_the_built_in_recipe_learns_digits(tmp_path):
         assert f"{phase} " in job.stdout
     assert (out / "model" / "model.safetensors").stat().st_size > 1000 and (out / "model" / "model.pt").exists()
     assert any((out / "checkpoints").iterdir())
-
-
-SCRIPT = """
-import numpy as np
-from hvdtrain import Config, Trainer
-{model}
-rng = np.random.default_rng(0)
-x, y = rng.standard_normal((101, 4)).astype("float32"), rng.integers(0, 3, 101)
-trainer = Trainer(Config(epochs=2, global_batch=32, progress="off", out={out!r}))
-result = trainer.fit(model, ((x, y), (x[:31], y[:31])))
-with open({out!r} + f"/result-{{trainer.run.control.rank}}", "w") as file:  # mpirun may mix the ranks' lines
-    print(result.steps, sorted(result.metrics.items()), result.loss, file=file)
-"""
-MODELS = {"torch": "import torch\nmodel = torch.nn.Linear(4, 3)",
-          "tensorflow": "import keras\nmodel = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])"}
-
-
-@pytest.mark.parametrize("framework", MODELS)
-def test_a_short_script_on_two_ranks(framework, script, tmp_path):
-    need(framework)
-    out = tmp_path / "run"
-    job = mpirun(2, [script(SCRIPT.format(model=MODELS[framework], out=str(out)))], 120)
-    record = completed(job, out)
-    first, second = ((out / f"result-{rank}").read_text() for rank in range(2))
-    assert first == second, "every rank returns the same result"
-    assert first.startswith("8 ") and "accuracy" in first and "loss" in first
-    assert record["ranks"] == 2 and record["framework"] == framework and record["wire"] in ("horovod", "mpi", "shared")
-    native = {"torch": "model.pt", "tensorflow": "model.keras"}[framework]
-    assert (out / "model" / native).exists() and (out / "model" / "model.safetensors").exists()
 
 
 OWN = """

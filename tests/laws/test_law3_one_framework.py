@@ -95,21 +95,33 @@ y = np.arange(16) % 3
 config = Config(global_batch=8, max_steps=2, progress="off", out={out!r}, checkpoint=CheckpointConfig(at_end=False))
 result = Trainer(config).fit(model, ((x, y), (x, y)))
 print(json.dumps({{"steps": result.steps, "tops": sorted({{name.partition(".")[0] for name in sys.modules}})}}))
+{after}
 """
+AFTER = {"torch": "", "tensorflow": """
+import inspect
+inspect.getmodule(type("Local", (), {}))  # looks at every module
+assert "keras.wrappers" in sys.modules and "sklearn" not in sys.modules
+assert "SKLearnClassifier" in dir(keras.wrappers) and not hasattr(keras.wrappers, "SKLearn")
+from keras.wrappers import SKLearnRegressor
+assert SKLearnRegressor.__module__ == "keras.src.wrappers.sklearn_wrapper"
+"""}
+"""Keras' wrappers import scikit-learn, and are there as soon as one is used."""
 MODELS = {
     "torch": "import torch\nmodel = torch.nn.Linear(4, 3)",
-    "tensorflow": "import keras\nmodel = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])",
+    "tensorflow": "from hvdtrain.core.resolve import load_module\nkeras = load_module('keras', 'model')\n"
+                  "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])",
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework, others", [("torch", {"tensorflow", "keras"}), ("tensorflow", {"torch"})])
+@pytest.mark.parametrize("framework, others", [("torch", {"tensorflow", "keras"}),
+                                               ("tensorflow", {"torch", "sklearn"})])
 def test_a_run_imports_its_own_framework_only(framework, others, tmp_path):
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2",
            "PYTHONPATH": os.pathsep.join([str(ROOT.parent), os.environ.get("PYTHONPATH", "")])}
-    script = SCRIPT.format(model=MODELS[framework], out=str(tmp_path / "run"))
+    script = SCRIPT.format(model=MODELS[framework], after=AFTER[framework], out=str(tmp_path / "run"))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, env=env,
                           cwd=tmp_path)
     assert done.returncode == 0, done.stderr

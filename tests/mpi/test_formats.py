@@ -25,7 +25,7 @@ N, BATCH, EPOCHS = 59, 16, 2
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_rank_reads_its_share_of_the_same_batches(control, few_ranks, kind, tmp_path):
-    package = {"parquet": "pyarrow", "hf": "datasets"}.get(kind, "numpy")
+    package = {"parquet": "pyarrow", "hf": "datasets", "tfrecord": "google_crc32c"}.get(kind, "numpy")
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     (x, y), root = samples(N), Path(control.bcast(str(tmp_path)))

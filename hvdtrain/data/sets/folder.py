@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.core.errors import UserError
-from hvdtrain.data.pictures import ENDINGS, Normalisation, channels_of, checked_size, decode, first_size
+from hvdtrain.data.pictures import ENDINGS, Normalisation, channels_of, checked_size, first_size, parsed, stacked
 from hvdtrain.data.sources import Source, entries, files_in, is_, shown
 
 _ENDINGS = tuple(ending.encode() for ending in ENDINGS)
@@ -95,17 +95,17 @@ class Pictures:
         return np.searchsorted(self._starts, indices_n, side="right").astype(np.int64) - 1
 
     def fetch(self, indices_n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        pixels = np.empty((len(indices_n), *self.size, self.channels), np.uint8)
         labels_n = self.labels(np.asarray(indices_n))
-        for row, (number, label) in enumerate(zip(np.asarray(indices_n).tolist(), labels_n.tolist())):
+        wanted, pictures = self.size if self.resized else None, []
+        for number, label in zip(np.asarray(indices_n).tolist(), labels_n.tolist()):
             path = self._path(number, label)
-            picture = decode(path, number, self.size if self.resized else None, self.channels)
+            picture = parsed(path, number, wanted, self.channels)
             if picture.shape[:2] != self.size:
                 raise UserError(f"{shown(path)} has {_times(picture.shape)} pixels and {shown(self._model)} "
                                 f"{_times(self.size)} (height x width)", "images of one size",
                                 "set data.args.size, which scales and crops them, such as 224")
-            pixels[row] = picture
-        return self.scale(pixels), labels_n
+            pictures.append(picture)
+        return self.scale(stacked(pictures, self.channels)), labels_n
 
 
 def _times(shape: tuple[int, ...]) -> str:

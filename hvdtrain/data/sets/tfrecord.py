@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 
+from hvdtrain.core.resolve import not_installed
 from hvdtrain.data.cells import Damage
-from hvdtrain.data.crc32c import masked, masked_each
 from hvdtrain.data.formats import ShardFormat, read_at, source_of
 from hvdtrain.data.index import Index, refuse_packed
 from hvdtrain.data.sources import Source
@@ -27,13 +29,29 @@ _SHORT = 32  # bytes of whole numbers up to which a loop is faster
 
 def make(split: str, **args: Any) -> Source | None:
     """Return the samples of TFRecord files; x and y are features of tf.Example; `hvdtrain.data.formats.FileOptions`."""
+    _crc32c()
     return source_of(TfrecordFormat(), split, args)
+
+
+@lru_cache(maxsize=1)
+def _crc32c() -> ModuleType:
+    try:
+        import google_crc32c
+    except ModuleNotFoundError:
+        raise not_installed("data.name tfrecord", "google-crc32c", "tfrecord") from None
+    return google_crc32c
+
+
+def masked(data: bytes) -> int:
+    """Return the CRC-32C as TFRecord stores it: rotated, plus a constant (TensorFlow, lib/hash/crc32c.h)."""
+    crc: int = _crc32c().value(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 class TfrecordFormat(ShardFormat):
     """Records of tf.Example. A place: the byte where the record begins, the length of its data."""
 
-    kind, endings, together = "tfrecord", "TFRecord files, such as 'DIR/*.tfrecord'", 1 << 22
+    kind, endings = "tfrecord", "TFRecord files, such as 'DIR/*.tfrecord'"
 
     def names(self, path: str) -> list[str]:
         refuse_packed(path)
@@ -43,10 +61,7 @@ class TfrecordFormat(ShardFormat):
         if index.damaged:
             raise Damage(next(iter(index.damaged.values())))
         with self.open(path, Path()) as file:
-            found = self.read(file, index.places_nk[0].tolist())
-            if wrong := self.damaged([found]):
-                raise Damage(wrong[0])
-            return list(_features(found[:-_CRC.size]))
+            return list(_features(self.read(file, index.places_nk[0].tolist())))
 
     def scan(self, path: str, names: tuple[str, ...], target: Path, most: int = 0) -> Index:
         """Return the places of all records, or of the first ``most``."""
@@ -70,15 +85,14 @@ class TfrecordFormat(ShardFormat):
         return Index(np.array(places, np.int64).reshape(-1, 2))
 
     def read(self, file: Any, place_k: Sequence[int]) -> bytes:
-        return read_at(file, place_k[0] + _HEAD.size, place_k[1] + _CRC.size)
-
-    def damaged(self, found: Sequence[bytes]) -> dict[int, str]:
-        crcs = masked_each([each[:-_CRC.size] for each in found])
-        return {i: "its checksum is wrong" for i, (each, crc) in enumerate(zip(found, crcs))
-                if crc != _CRC.unpack(each[-_CRC.size:])[0]}
+        found = read_at(file, place_k[0] + _HEAD.size, place_k[1] + _CRC.size)
+        data = found[:-_CRC.size]
+        if masked(data) != _CRC.unpack(found[-_CRC.size:])[0]:
+            raise Damage("its checksum is wrong")
+        return data
 
     def values(self, found: bytes, names: tuple[str, ...]) -> Sequence[Any]:
-        features = _features(found[:-_CRC.size], names)
+        features = _features(found, names)
         return [features.get(name) for name in names]
 
 

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 
 import pytest
 import yaml
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hvdtrain.commands.train import make_parser, parse
 from hvdtrain.config import Config, DataConfig, Named, schema
 from hvdtrain.config import yaml_file as recipe
+from hvdtrain.core.errors import UserError
 
 
 @pytest.fixture
@@ -262,7 +263,25 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path):
     assert "did you mean 'train'" in python(["-m", "hvdtrain"], "trian").stderr
 
 
+def test_parses_of_a_process_share_nothing(write):
+    path = write("lr: 0.5\nschedule: {warmup_steps: 7}\nmodel_args: {a: {b: 1}}\nshares: [1, 2]\n")
+    first = cli("--config", path, "--epochs", "5", "--data.args.samples", "7", HVDTRAIN_SEED="3")
+    assert (first.lr, first.epochs, first.seed, first.model_args) == (0.5, 5, 3, {"a": {"b": 1}})
+    with pytest.raises(UserError):
+        cli("--global_batch", "x", "--lr", "9")
+    for _ in range(2):
+        seen = cli()
+        assert seen == Config()
+        for each in (seen, *(getattr(seen, f.name) for f in fields(seen) if is_dataclass(getattr(seen, f.name)))):
+            for value in vars(each).values():
+                if isinstance(value, dict):
+                    value["leaked"] = 1
+                elif isinstance(value, list):
+                    value.append(1)
+
+
 def test_the_parser_knows_exactly_the_keys():
+    cli("--lr", "0.5")
     known = {a.dest for a in make_parser()._actions} - {"help", "config", "print_config", *schema.sections(Config)}
     assert known == {k.name for k in schema.keys(Config)}
 

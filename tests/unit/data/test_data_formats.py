@@ -21,7 +21,7 @@ from hvdtrain.data.sources import ALL, Source, Unreadable, resolve, resolve_spli
 N = 23
 X = np.random.default_rng(0).standard_normal((N, 4, 3)).astype(np.float32)
 Y = np.random.default_rng(1).integers(-5, 300, N)
-PACKAGES = {"parquet": "pyarrow", "hf": "datasets"}
+PACKAGES = {"parquet": "pyarrow", "hf": "datasets", "tfrecord": "google_crc32c"}
 INDEXED = [kind for kind in FORMATS if kind != "hf"]
 
 

@@ -42,11 +42,14 @@ def make(exchange):
 @pytest.mark.parametrize("order", [0, 9])
 def test_a_compressor_in_the_folder_is_known_everywhere(tmp_path, monkeypatch, order):
     """A file is put into the folder; ``auto`` tries it only where the class says so."""
+    with pytest.raises(UserError, match="compression is 'gentle'"):
+        train.parse(["--compression", "gentle"], {})
     (tmp_path / "gentle.py").write_text(GENTLE.format(order=order))
     monkeypatch.setattr(compressors, "__path__", [*compressors.__path__, str(tmp_path)])
     slots.in_slot.cache_clear()
     try:
-        assert Config(compression="gentle").check().compression == "gentle"
+        assert train.parse(["--compression", "gentle"], {}).compression == "gentle"
+        assert "powersgd, gentle, or" in " ".join(train.make_parser().format_help().split())
         texts = {each.name: each.help for each in schema.keys(Config)}
         assert "powersgd, gentle, or module:callable" in texts["compression"]
         swept = LockstepWorld(2).run(lambda control, wire: measure(

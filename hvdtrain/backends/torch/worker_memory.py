@@ -20,7 +20,7 @@ from hvdtrain.cluster.messages.shared_memory import SLOT_HEAD, Slot, freed_with,
 try:
     from torch.utils.data._utils.collate import collate, default_collate_fn_map
 except ImportError:  # private names of PyTorch
-    collate = None
+    collate = None  # type: ignore[assignment]
 
 LEAST_BYTES = 1 << 16
 """Bytes of a batched tensor below which PyTorch hands it over."""

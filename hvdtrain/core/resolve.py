@@ -15,10 +15,8 @@ import re
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -109,8 +107,6 @@ def load_callable(text: str, key: str) -> Callable[..., Any]:
 def load_module(where: str, key: str) -> ModuleType:
     """Import a module by dotted name or by the path of a ``.py`` file."""
     torchvision_parts.use()
-    if not any(isinstance(finder, _DeferringFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _DeferringFinder())
     if where.endswith(".py"):
         return _load_file(Path(where), key)
     if not all(part.isidentifier() for part in where.split(".")):
@@ -132,41 +128,6 @@ def load_module(where: str, key: str) -> ModuleType:
         raise _lacking(where, missing, key) from None
     except SyntaxError as error:
         raise _unreadable(error, key) from None
-
-
-class _DeferringFinder(MetaPathFinder):
-    """Import `keras.wrappers` when its first name is used: it imports scikit-learn and SciPy, 0.6 s of each process."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None = None,
-                  target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path) if name == "keras.wrappers" else None
-        if spec is not None and spec.loader is not None:
-            spec.loader = _DeferringLoader(spec.loader)
-        return spec
-
-
-class _DeferringLoader(Loader):
-    """Run a module that only imports names, as soon as one is asked for. Threads may run it twice."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def exec_module(self, module: ModuleType) -> None:
-        names = vars(module)
-
-        def run() -> list[str]:
-            self._loader.exec_module(module)
-            names.pop("__getattr__", None)
-            names.pop("__dir__", None)
-            return list(names)
-
-        def get(name: str) -> Any:
-            if name.startswith("__") and name != "__all__":  # what inspect and the import system look for
-                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-            run()
-            return getattr(module, name)
-
-        names.update(__getattr__=get, __dir__=run)
 
 
 def _unreadable(error: SyntaxError, key: str) -> UserError:

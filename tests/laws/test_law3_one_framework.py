@@ -85,11 +85,12 @@ def test_the_check_sees_every_way_to_import_by_name(source):
 
 
 SCRIPT = """
-import json, sys
+import gc, json, sys
 import numpy as np
 from hvdtrain import Config, Trainer
 from hvdtrain.config import CheckpointConfig
 {model}
+assert gc.isenabled()
 x = np.random.default_rng(0).standard_normal((16, 4)).astype("float32")
 y = np.arange(16) % 3
 config = Config(global_batch=8, max_steps=2, progress="off", out={out!r}, checkpoint=CheckpointConfig(at_end=False))
@@ -108,7 +109,7 @@ assert SKLearnRegressor.__module__ == "keras.src.wrappers.sklearn_wrapper"
 """Keras' wrappers import scikit-learn, and are there as soon as one is used."""
 MODELS = {
     "torch": "import torch\nmodel = torch.nn.Linear(4, 3)",
-    "tensorflow": "from hvdtrain.core.resolve import load_module\nkeras = load_module('keras', 'model')\n"
+    "tensorflow": "from hvdtrain.cluster import quiet\nquiet.watch_import()\nimport keras\n"
                   "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])",
 }
 

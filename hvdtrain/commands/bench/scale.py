@@ -12,6 +12,7 @@ import json
 import math
 import os
 import shlex
+import statistics
 import sys
 import tempfile
 import time
@@ -97,6 +98,8 @@ def _parser() -> cli.Parser:
     add("--batch", type=cli.whole("--batch", 1), default=64,
         help="samples of a rank in weak scaling, of all ranks in strong scaling")
     add("--seconds", type=cli.number("--seconds", 0, 3600), default=4.0, metavar="S", help="time of each measurement")
+    add("--rounds", type=cli.whole("--rounds", 1), default=1, metavar="N", help="measurements of each job, in turns; "
+        "the median counts")
     add("--threads", type=cli.whole("--threads", 1), default=1, help="compute threads of a rank")
     add("--picture", default="", metavar="FILE", help="draw the curves as SVG into this file")
     add("--mpirun_args", default="", metavar="TEXT", help="more options of mpirun")
@@ -124,27 +127,24 @@ class Bench:
     def __init__(self, args: Any, options: Sequence[str], sizes: Sequence[int], scratch: Path) -> None:
         self.args, self.options, self.sizes, self.scratch = args, list(options), sizes, scratch
         self.facts: dict[str, Any] = {}
-        self._rates: dict[tuple[int, int, int], float] = {}
+        self._rates: dict[tuple[int, int, int], list[float]] = {}
         self._runs = 0
 
     def points(self) -> list[ScalePoint]:
         """Measure every point, then predict all of them from the steps of copies and the smallest job's transport."""
-        found = []
-        for ranks in sorted({1, *self.args.np}):
-            for way in WAYS:
-                share = _share(way, self.args.batch, ranks)
-                rate, limit = self._rate(1, ranks, share), self._rate(ranks, 1, share)
-                found.append(ScalePoint(way, ranks, share * ranks, rate, limit))
+        ways = [(way, ranks, _share(way, self.args.batch, ranks)) for ranks in sorted({1, *self.args.np})
+                for way in WAYS]
+        # Each round measures every job once, so that what else runs on the host disturbs all alike.
+        for _ in range(self.args.rounds):
+            for job in dict.fromkeys((n, m, share) for _, ranks, share in ways for n, m in ((1, ranks), (ranks, 1))):
+                self._rates.setdefault(job, []).append(self._measured(*job))
+        rates = {job: statistics.median(found) for job, found in self._rates.items()}
+        found = [ScalePoint(way, ranks, share * ranks, rates[1, ranks, share], rates[ranks, 1, share])
+                 for way, ranks, share in ways]
         return [replace(point, predicted=predicted(self.facts, point, self.args.threads)) for point in found]
 
-    def _rate(self, jobs: int, ranks: int, share: int) -> float:
-        """Return the samples/s of ``jobs`` jobs at once, each of ``ranks`` ranks with ``share`` samples a rank."""
-        key = (jobs, ranks, share)
-        if key not in self._rates:
-            self._rates[key] = self._measured(*key)
-        return self._rates[key]
-
     def _measured(self, jobs: int, ranks: int, share: int) -> float:
+        """Return the samples/s of ``jobs`` jobs at once, each of ``ranks`` ranks with ``share`` samples a rank."""
         self._runs += 1
         folder = self.scratch / str(self._runs)
         folder.mkdir()
@@ -173,8 +173,8 @@ class Bench:
                     "ranks", 1) == 1:
                 self.facts[name] = value
         self.facts.setdefault("alone", {"share": share, **counted})
-        if ranks > 1:
-            self.facts.setdefault("ranks", ranks)
+        if ranks > 1 and "ranks" not in self.facts:
+            self.facts |= {"ranks": ranks, "outside_s": outside_s(counted) - outside_s(self.facts["alone"])}
 
     def _words(self, folder: Path, job: int, ranks: int, batch: int) -> list[str]:
         more = shlex.split(self.args.mpirun_args)
@@ -198,6 +198,11 @@ class Bench:
             time.sleep(TICK_S)
 
 
+def outside_s(counted: Mapping[str, Any]) -> float:
+    """Return the seconds of a step outside its timed parts: callbacks, the ends of epochs. Pure."""
+    return float(counted["seconds"] / counted["steps"] - math.fsum(counted["parts_s"].values()))
+
+
 def predicted(facts: Mapping[str, Any], point: ScalePoint, threads: int) -> float | None:
     """Return samples/s of a point: the steps of its copies with the simulator's exchange. Pure.
 
@@ -214,12 +219,14 @@ def predicted(facts: Mapping[str, Any], point: ScalePoint, threads: int) -> floa
         # Ranks that shared cores in the measurement need no second delay for it: the hosts are those of the scene.
         within, between = simulator.host_links(facts["wire"], [0] * facts["ranks"], Link(**facts["transport"]["link"]),
                                                hosts)
-        exchange = Exchange(facts["wire"], tuple(n for n in facts["buckets"] if n), within, between, facts["overlaps"])
+        exchange = Exchange(facts["wire"], tuple(n for n in facts["buckets"] if n), within, between, facts["overlaps"],
+                            busy_cores=facts["transport"]["busy_cores"], agreement_s=facts["agreement_s"])
     rank = Rank(0, line, point.batch // point.ranks, 1, update_s=rest_s, input_s=parts["data"], threads=threads)
     copies = simulator.step(Scene((rank,) * point.ranks, Exchange("null", ()), hosts=hosts)).samples_per_s
     # What copies slow one another down is a matter of this host's caches and memory: measured, not simulated.
     slowed = copies / point.limit
-    rank = replace(rank, line=line.scaled(slowed), update_s=rest_s * slowed, input_s=parts["data"] * slowed)
+    more_s = max(0.0, facts.get("outside_s", 0.0)) if point.ranks > 1 else 0.0
+    rank = replace(rank, line=line.scaled(slowed), update_s=rest_s * slowed + more_s, input_s=parts["data"] * slowed)
     return simulator.step(Scene((rank,) * point.ranks, exchange, hosts=hosts)).samples_per_s
 
 

@@ -13,6 +13,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from hvdtrain.comm import transport_sweep
 from hvdtrain.commands.train import parse
 from hvdtrain.config import Config
@@ -30,6 +32,8 @@ GATE_S = 300.0
 
 TRIES, SWEEP_S = 9, 1.0
 """Timings of each micro-batch, and seconds of the measurement of links."""
+
+AGREEMENTS = 50
 
 READY, GO, COUNTED, DONE = "ready", "go", "counted", "done"
 """Files: of each job with its number, and of the bench for all."""
@@ -70,6 +74,7 @@ class Gate(Callback):
         if run.control.size == 1 and self._sizes:
             found["lines"] = [(size, _trial_s(run, size)) for size in self._sizes]
         elif run.control.size > 1 and run.dp.can_change_transport:
+            found["agreement_s"] = _agreement_s(run)
             nbytes = float(sum(bucket.nbytes for bucket in run.dp.buckets))
             wire = run.collectives
             measured, = transport_sweep.measure({wire.name: wire}, cast(ChangesTransport, run.dp).ops, run.control,
@@ -118,6 +123,17 @@ def _trial_s(run: Run, size: int) -> float:
         run.parts.stage.trial(batch)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds[1:])
+
+
+def _agreement_s(run: Run) -> float:
+    """Return the median seconds of a step's sum over ranks of loss and wishes; collective."""
+    run.control.barrier("the bench's agreements")
+    seconds = []
+    for _ in range(AGREEMENTS):
+        began = time.perf_counter()
+        run.control.sum(np.zeros(9))
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 def _await(path: Path) -> None:

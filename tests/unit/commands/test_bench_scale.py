@@ -9,7 +9,8 @@ from hvdtrain.commands.bench.scale import ScalePoint, picture, predicted
 from hvdtrain.core.errors import UserError
 
 FACTS = {"lines": [(16, 0.026), (32, 0.042), (64, 0.074)], "cores": [4], "ranks": 2, "wire": "mpi", "overlaps": False,
-         "buckets": [1 << 20], "transport": {"link": {"alpha_s": 1e-4, "beta_s_per_byte": 1e-9}},
+         "buckets": [1 << 20], "agreement_s": 0.0,
+         "transport": {"link": {"alpha_s": 1e-4, "beta_s_per_byte": 1e-9}, "busy_cores": 0.0}, "outside_s": 0.0,
          "alone": {"share": 64, "seconds": 4.0, "steps": 50, "parts_s": {"data": 0.001}}}
 
 
@@ -17,7 +18,7 @@ def test_an_exchange_takes_what_was_measured():
     """On a host with a core for each rank, and on one where they shared cores while it was measured."""
     for ranks, cores in ((2, 4), (4, 2)):
         link = {"alpha_s": 0.5, "beta_s_per_byte": 0.0}
-        slow = {**FACTS, "ranks": ranks, "cores": [cores], "transport": {"link": link}}
+        slow = {**FACTS, "ranks": ranks, "cores": [cores], "transport": {"link": link, "busy_cores": 0.0}}
         points = [ScalePoint("weak", ranks, 64 * ranks, 0.0, 64 * cores / 0.080)] * 2
         free, found = (64 * ranks / predicted(facts, point, 1) for facts, point in zip(
             ({**slow, "buckets": []}, slow), points))
@@ -34,6 +35,9 @@ def test_predictions():
     assert slowed == pytest.approx(128 / (0.090 + exchange_s), rel=1e-3), "copies that slow one another down"
     crowded = predicted({**FACTS, "cores": [1]}, ScalePoint("weak", 2, 128, 0.0, 64 / 0.080), 1)
     assert crowded < 0.6 * two, "two ranks share a core"
+    more = {**FACTS, "agreement_s": 0.002, "outside_s": 0.003}
+    slower = predicted(more, ScalePoint("weak", 2, 128, 0.0, 128 / 0.080), 1)
+    assert 128 / slower - 128 / two == pytest.approx(0.005), "agreements and the ends of epochs"
     strong = predicted(FACTS, ScalePoint("strong", 4, 64, 0.0, 64 / 0.032), 1)
     assert alone < strong < 4 * alone
     unknown = {name: value for name, value in FACTS.items() if name != "transport"}

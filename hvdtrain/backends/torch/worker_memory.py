@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from hvdtrain.cluster.messages.shared_memory import SLOT_HEAD, Slot, freed_with, opened
+from hvdtrain.cluster.messages.message_slots import SLOT_HEAD, Slot, freed_with, opened
 
 try:
     from torch.utils.data._utils.collate import collate, default_collate_fn_map

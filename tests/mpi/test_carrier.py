@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.cluster.messages import carrier as carriers
-from hvdtrain.cluster.messages import channel
+from hvdtrain.cluster.messages import channel, message_slots
 from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
 from hvdtrain.core.protocols import Cargo
 from hvdtrain.parallel.pipeline.messages import BACK, FORTH, MessageLabel, Post

@@ -39,8 +39,8 @@ def files_limited() -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        raise UserError(f"shared memory for a message cannot be opened ({error.strerror})", "a limit of open files above "
-                        "three for each micro-batch, or batch of a DataLoader's worker, in flight",
+        raise UserError(f"shared memory for a message cannot be opened ({error.strerror})",
+                        "a limit of open files above three for each micro-batch, or DataLoader batch, in flight",
                         "raise it (ulimit -n), or set fewer pipeline.micro_batches, pipeline.order: 1f1b, or a smaller "
                         "prefetch_factor") from None
 

@@ -16,9 +16,8 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.data.objects import ObjectSource, stacked, tidy
 from hvdtrain.data.rows import ColumnNames
 from hvdtrain.data.stream import Arrays
+from hvdtrain.data.stream_reading import chunk_sizes
 
-_CHUNK = 64
-"""Samples that are stacked at once; of no consequence for the batches."""
 _BATCHES = ("Batch", "Rebatch")
 _OTHERS = ("FlatMap", "Pack", "FirstFit", "BestFit", "ConcatThenSplit", "Source", "Range")
 """Starts of class names whose elements are batches, and of those whose elements are not their parents'."""
@@ -77,7 +76,9 @@ class GrainStream:
         try:
             if begin is not None:
                 elements.set_state(begin)
-            while chunk := list(itertools.islice(elements, 1 if self._batched else _CHUNK)):
+            for n in itertools.repeat(1) if self._batched else chunk_sizes():
+                if not (chunk := list(itertools.islice(elements, n))):
+                    return
                 batch = chunk[0] if self._batched else stacked([tidy(sample) for sample in chunk])
                 yield self.rows.arrays(batch, self._to_array)
         finally:

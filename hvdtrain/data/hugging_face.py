@@ -5,7 +5,7 @@ Knows the package by the names of its classes. `hvdtrain.data.collate` has rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.data.collate import Collated
 from hvdtrain.data.rows import ColumnNames
 from hvdtrain.data.stream import Arrays
+from hvdtrain.data.stream_reading import files_identity
 
 OWN_FORMAT = "custom"
 """Format of a dataset with a transform of the user's, which makes the columns when they are read."""
@@ -50,6 +51,48 @@ def files_of(dataset: Any) -> int:
             return 0
         stage = getattr(stage, "ex_iterable", None)
     return int(getattr(dataset, "num_shards", 0))
+
+
+_OF_USER = {"MappedExamplesIterable", "FilteredExamplesIterable"}
+"""Stages that call a function of the user's, which may ask for the rank, draw numbers or read other files."""
+
+_OF_FILES = {f"datasets.packaged_modules.{kind}.{kind}" for kind in ("arrow", "csv", "json", "parquet", "text")}
+"""Modules whose samples the listed files and the configuration determine; that of generators is none of these."""
+
+
+def identity_of(dataset: Any) -> str:
+    """Return a text that ranks with the same samples in the same order share; "" where only reading can tell.
+
+    Known of a ``datasets.IterableDataset`` that reads files by the package itself, without a function of the user's.
+    """
+    stage = getattr(dataset, "_ex_iterable", None)
+    if stage is None or not files_of(dataset) or getattr(dataset, "_starting_state_dict", None) is not None:
+        return ""
+    facts: list[Any] = [repr(getattr(dataset, name, None)) for name in ("_formatting", "features")]
+    while (inner := getattr(stage, "ex_iterable", None)) is not None:
+        if type(stage).__name__ in _OF_USER:
+            return ""
+        facts += [type(stage).__name__, {name: value for name, value in vars(stage).items()
+                                         if name != "ex_iterable" and "state_dict" not in name}]
+        stage = inner
+    reader = getattr(stage, "generate_tables_fn", None) or getattr(stage, "generate_examples_fn", None)
+    module, settings = getattr(reader, "__module__", ""), repr(getattr(getattr(reader, "__self__", None), "config", ""))
+    files = files_identity(_texts(stage.kwargs)) if module in _OF_FILES else ""
+    if not files or " at 0x" in settings:  # of a function of the user's
+        return ""
+    from datasets.fingerprint import Hasher
+
+    facts += [module, settings, files]
+    return str(Hasher.hash(facts))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts within dicts, lists and tuples."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts(one)
 
 
 class DatasetRows:

@@ -29,7 +29,8 @@ class Stream(Protocol):
     ``load_state_dict(state)``, after which the next ``chunks(epoch)`` begins there.
 
     Two optional members let hosts divide its files: ``num_shards``, their number, and ``shard(num_shards, index)``, the
-    stream of every sample in one part of them, as of ``datasets.IterableDataset``.
+    stream of every sample in one part of them, as of ``datasets.IterableDataset``. Ranks that have the same
+    ``identity``, a text that determines the samples and their order, do not read the start of the stream to compare it.
     """
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:

@@ -5,6 +5,7 @@ Owns the samples that all ranks receive to try their model on. `hvdtrain.data.st
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -47,12 +48,21 @@ class _Facts(NamedTuple):
     reading: StreamReading
     everyone: Control
     batch: int
+    auto: bool
 
-    def start(self, index: int, of: int, rows: int = 0) -> list[Arrays]:
-        """Return the first batch of the run, or ``rows`` of it, in pieces; none where there are no samples."""
+    def start(self, index: int, of: int, rows: int = 0) -> tuple[list[Arrays], bool]:
+        """Return the first batch of the run, or ``rows`` of it, in pieces, none where there are no samples; and whether
+        it is drawn from the global random generators, which are restored, if ``auto``.
+        """
         n = min(rows or self.batch, self.batch)
-        chunks = self.reading.start(index, of, 0, 0, n)
-        return between(chunks, 0, n) if chunks else []
+        with generators_kept() if self.auto else contextlib.nullcontext(bool) as drew:
+            chunks = self.reading.start(index, of, 0, 0, n)
+            return between(chunks, 0, n) if chunks else [], drew()
+
+    def identical(self) -> bool:
+        """Return whether all ranks have the same stream by its ``identity``, without reading it. Collective."""
+        found = self.everyone.gather(agreed(self.everyone, lambda: getattr(self.reading.data, "identity", ""), "data"))
+        return found[0] != "" and all(isinstance(one, str) and one == found[0] for one in found)
 
 
 def choose(reading: StreamReading, everyone: Control, place: int, global_batch: int, key: str, ahead: int,
@@ -62,7 +72,7 @@ def choose(reading: StreamReading, everyone: Control, place: int, global_batch: 
     ``place``: this rank's in the cut. ``key``: ``data.readers``, auto or host. ``ahead``: batches that a rank fetches
     before they are computed. ``ordered``: do not divide the stream's files.
     """
-    each, facts = Readers(everyone), _Facts(reading, everyone, global_batch)
+    each, facts = Readers(everyone), _Facts(reading, everyone, global_batch, key == "auto")
     carrier = everyone.shared_carrier()
     own = [everyone.rank] if carrier is None else sorted(carrier.ranks)
     rows = everyone.gather((place, own))
@@ -74,9 +84,9 @@ def choose(reading: StreamReading, everyone: Control, place: int, global_batch: 
     if not shared and not divided:
         return each, ""
     because = (f"data.prefetch is above {MOST_AHEAD}" if shared and ahead > MOST_AHEAD
-               else _rank_dependent(facts, HEAD_ROWS if divided else 0) if key == "auto" else "")
+               else _rank_dependent(facts) if facts.auto and not facts.identical() else "")
     if because:
-        return each, f"data.readers: each rank reads the whole stream: {because}"
+        return each, _EACH + because
     chosen = Readers(everyone)
     if carrier is not None:
         places = {rank: rows[rank][0] for rank in own}
@@ -87,6 +97,8 @@ def choose(reading: StreamReading, everyone: Control, place: int, global_batch: 
     note = ""
     if divided:
         whole = _try_shards(facts, chosen)
+        if whole == _DRAWS:
+            return each, _EACH + whole
         if not whole:
             chosen.shards, chosen.checks = len(groups), False
             return chosen, _exception(len(groups), int(reading.data.num_shards))
@@ -94,7 +106,8 @@ def choose(reading: StreamReading, everyone: Control, place: int, global_batch: 
         if not shared:
             return each, note
     chosen.checks = len(hosts) > 1
-    _try_out(facts, chosen)
+    if _try_out(facts, chosen):
+        return each, _EACH + _DRAWS
     who = ", ".join(f"rank {ranks[0]} for rank{'s' * (len(ranks) > 2)} {spans(ranks[1:])}" for ranks in shared[:8])
     readers = f"data.readers: one rank of a host reads the stream for the others: {who}"
     return chosen, f"{note}; {readers}" if note else readers
@@ -117,18 +130,21 @@ def grouped(places: Sequence[set[int]]) -> list[list[int]]:
     return sorted(map(sorted, groups))
 
 
-def _rank_dependent(facts: _Facts, rows: int) -> str:
+_EACH = "data.readers: each rank reads the whole stream: "
+_DRAWS = "it draws from the global random generators, which are the rank's"
+
+
+def _rank_dependent(facts: _Facts) -> str:
     """Return why the ranks may not read the same stream, by its start; "" where they do. Collective."""
     def drawn() -> tuple[int, bool]:
-        with generators_kept() as drew:
-            parts = facts.start(0, 1, rows)  # a few where no rank goes on with them
-            if not parts:
-                raise no_samples(0)
-            return fingerprint(first_rows(parts)[0]), drew()
+        parts, drew = facts.start(0, 1, HEAD_ROWS)
+        if not parts:
+            raise no_samples(0)
+        return fingerprint(first_rows(parts)[0]), drew
 
     starts = facts.everyone.gather(agreed(facts.everyone, drawn, "data"))
     if any(drew for _, drew in starts):
-        return "it draws from the global random generators, which are the rank's"
+        return _DRAWS
     return "the ranks read different samples at its start" if len({start for start, _ in starts}) > 1 else ""
 
 
@@ -136,46 +152,54 @@ def _try_shards(facts: _Facts, chosen: Readers) -> str:
     """Read the start of each host's shard, and give all ranks samples to try; return why not, else "". Collective."""
     of, everyone = len(chosen.groups), facts.everyone
 
-    def begun() -> tuple[int, int, list[tuple]]:
-        parts = facts.start(chosen.group, of) if chosen.reads else []
+    def begun() -> tuple[int, int, list[tuple], bool]:
+        parts, drew = facts.start(chosen.group, of) if chosen.reads else ([], False)
         rows, n = first_rows(parts)
-        return n, fingerprint(rows), [(array.shape[1:], str(array.dtype)) for array in (parts or [()])[0]]
+        return n, fingerprint(rows), [(array.shape[1:], str(array.dtype)) for array in (parts or [()])[0]], drew
 
     rows = everyone.gather((chosen.reads, chosen.group, agreed(everyone, begun, "data")))
-    found = {group: start for reads, group, start in rows if reads}
+    found = {group: start[:3] for reads, group, start in rows if reads}
+    if any(drew for *_, (*_, drew) in rows):
+        return _DRAWS
     if not all(n for n, _, _ in found.values()):
         return "a host would have no samples"
     if len({check for _, check, _ in found.values()}) < of:
         return "those of two hosts begin with the same samples"
     if any(layout != found[0][2] for _, _, layout in found.values()):
         return "their samples have different shapes or types"
-    mine = between(facts.start(0, of), 0, MOST_TRIED) if everyone.rank == 0 else []
+    mine = between(facts.start(chosen.group, of)[0], 0, MOST_TRIED) if everyone.rank == 0 else []
     chosen.tried = everyone.bcast(joined(mine) if mine else ())
     if not chosen.reads:
         facts.reading.close()
     return ""
 
 
-def _try_out(facts: _Facts, chosen: Readers) -> None:
-    """Give the ranks that do not read the first batch, to try their model on. Collective."""
+def _try_out(facts: _Facts, chosen: Readers) -> bool:
+    """Give the ranks that do not read the first batch, to try their model on. Collective.
+
+    Returns whether a reader drew it from the global random generators; then no rank gets it.
+    """
     host = chosen.host
 
-    def begun() -> list[Arrays]:
-        parts = facts.start(0, 1) if chosen.reads else []
+    def begun() -> tuple[list[Arrays], bool]:
+        parts, drew = facts.start(0, 1) if chosen.reads else ([], False)
         if chosen.reads and not parts:
             raise no_samples(0)
-        return parts
+        return parts, drew
 
-    parts = agreed(facts.everyone, begun, "data")
+    parts, drew = agreed(facts.everyone, begun, "data")
+    if any(facts.everyone.gather(drew)):
+        return True
     if host is None:
-        return
+        return False
     if host.reads:
         n = sum([len(part[0]) for part in parts])
         chosen.tried = joined(parts)
         host.send(0, parts, n, 0, lambda place: (0, n))
-        return
+        return False
     chosen.tried = next(iter(host.rows(0))).arrays
     facts.reading.close()
+    return False
 
 
 def no_samples(epoch: int) -> UserError:

@@ -7,7 +7,9 @@ decides which rank reads which shards.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
+import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +23,44 @@ from hvdtrain.data.stream_state import CANNOT, Mark, Positions
 
 HEAD_ROWS = 16
 """Samples at the start of a stream's epoch that are compared after a resumption, and between shards."""
+_CHUNK = 64
+
+
+def chunk_sizes() -> Iterator[int]:
+    """Return how many single samples to stack for each chunk: at first those that all ranks may read to compare."""
+    return itertools.chain([HEAD_ROWS], itertools.repeat(_CHUNK))
+
+
+_REMOTE = ("s3://", "gs://", "gcs://", "hf://", "https://", "hdfs://", "abfs://", "abfss://", "az://", "adl://")
+"""Addresses that name the same file on all hosts."""
+_HEAD, _WINDOW = 1 << 22, 1 << 14
+"""Bytes that are compared at the start of the first file, and at the start, middle and end of each of `_PROBED`."""
+_PROBED = 64
+
+
+def files_identity(names: Iterable[str]) -> str:
+    """Return a hash of the files' names, sizes and samples of their bytes; "" without files, or for one unknown here.
+
+    Hosts may have files of their own, with the same names and sizes.
+    """
+    names = list(names)
+    if not names:
+        return ""
+    found, every = hashlib.sha256(), -(-len(names) // _PROBED)
+    for i, name in enumerate(names):
+        found.update(f"{len(name)} {name} ".encode(errors="surrogateescape"))
+        if name.startswith(_REMOTE):
+            continue
+        if not os.path.isfile(name):
+            return ""
+        size = os.path.getsize(name)
+        found.update(f"{size} ".encode())
+        if i % every == 0:
+            with open(name, "rb") as file:
+                for at, n in ((0, _WINDOW if i else _HEAD), (size // 2, _WINDOW), (max(0, size - _WINDOW), _WINDOW)):
+                    file.seek(at)
+                    found.update(file.read(n))
+    return found.hexdigest()
 
 
 class Opened(NamedTuple):
@@ -82,6 +122,7 @@ class StreamReading:
             opened = self._opened[index, of]
             if self.decodes > before:  # chunks may be larger than what is wanted
                 self.sample_s = (time.perf_counter() - begin) / (self.decodes - before)
+        opened.chunks.extend(_filled(opened.rest, least - sum(len(chunk[0]) for chunk in opened.chunks)))
         return opened.chunks
 
     def seek(self, epoch: int, samples: int, least: int) -> str:

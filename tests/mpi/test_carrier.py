@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.cluster.messages import carrier as carriers
-from hvdtrain.cluster.messages import channel, shared_memory
+from hvdtrain.cluster.messages import channel, message_slots
 from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
 from hvdtrain.core.protocols import Cargo
 from hvdtrain.parallel.pipeline.messages import BACK, FORTH, MessageLabel, Post
@@ -138,8 +138,8 @@ def test_no_more_open_files_are_said_in_words(monkeypatch):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
     try:
-        shared_memory._more_files()
-        most = shared_memory._FILES
+        message_slots.more_files()
+        most = message_slots._FILES
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (most if hard < 0 else min(hard, most))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -149,4 +149,4 @@ def test_no_more_open_files_are_said_in_words(monkeypatch):
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     with pytest.raises(UserError, match=r"Too many open files.*ulimit -n"):
-        shared_memory._Slot(1, 10)
+        message_slots.Slot(1, 10)

@@ -6,12 +6,16 @@ Owns the conversion only. A resumed run starts a shuffling dataset as often as t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import hashlib
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
 
 from hvdtrain.core.errors import UserError
 from hvdtrain.data import grain_data, hugging_face
@@ -21,9 +25,8 @@ from hvdtrain.data.objects import ObjectSource, PyDatasetStream, indexed, of_bat
 from hvdtrain.data.rows import ColumnNames, columns
 from hvdtrain.data.sources import ArraySource, Source, refuse_strings
 from hvdtrain.data.stream import Arrays, Stream
+from hvdtrain.data.stream_reading import chunk_sizes, files_identity
 
-_CHUNK = 64
-"""Samples of an unbatched dataset that are stacked at once; of no consequence for the batches."""
 _BATCHES = {"_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset", "_DenseToRaggedDataset",
             "_RebatchDataset", "_MapAndBatchDataset"}
 _KEEPS_ELEMENTS = {"_PrefetchDataset", "_OptionsDataset", "CacheDataset", "_CacheDataset", "_RepeatDataset",
@@ -36,6 +39,9 @@ _BY_FILE = {"TFRecordDatasetV2", "TextLineDatasetV2", "FixedLengthRecordDatasetV
 _BY_ELEMENT = {"_MapDataset", "_ParallelMapDataset", "_ShuffleDataset", "_PrefetchDataset", "_OptionsDataset",
                "_RepeatDataset", "CacheDataset", "_CacheDataset", "_TensorSliceDataset"}
 """Steps that give the same samples whichever files they are given together; those `_BY_FILE` not after batches."""
+_READS, _MAPS = _BY_FILE - {"_FilterDataset"}, {"_MapDataset", "_ParallelMapDataset"}
+_READERS = {"TFRecordDataset", "TFRecordDatasetV2", "TextLineDataset", "FixedLengthRecordDatasetV2"}
+"""Operations that open files by name."""
 
 
 def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames(nests=True)) -> Source | Stream | None:
@@ -117,11 +123,31 @@ class DatasetStream(_Elements):
     @cached_property
     def num_shards(self) -> int:
         """Return the number of files; 0 where it is not known, or where the samples depend on how they are divided."""
-        files = _files(self.dataset)
+        chain = _chain(self.dataset)
+        files = max(0, int(chain[-1].cardinality())) if chain else 0
         try:
             return files if files > 1 and _sharded(self.dataset, 2, 0) is not None else 0
         except tf.errors.OpError:  # TensorFlow finds no files either
             return 0
+
+    @cached_property
+    def identity(self) -> str:
+        """Return a hash of the graph and the files; "" where a step calls Python, draws random numbers, keeps variables
+        or opens other files, which may differ between ranks.
+        """
+        chain = _chain(self.dataset) if self.num_shards else []
+        by_name = next((i for i, node in enumerate(reversed(chain)) if _kind(node) in _READS), 0)
+        if not by_name or any(_kind(node) in _MAPS for node in chain[-by_name:]):
+            return ""
+        names, graph = list(chain[-1].as_numpy_iterator()), _graph(self.dataset)
+        if not all(isinstance(name, bytes) for name in names) or not _is_pure(graph, names):
+            return ""
+        files = files_identity(map(os.fsdecode, names))
+        for node in graph.node:  # numbers of this process' datasets
+            node.attr.pop("metadata", None)
+            node.name = node.name.partition("/")[0] if node.name.startswith("FileIdentity/") else node.name
+        parts = sorted(part.SerializeToString(deterministic=True) for part in (*graph.node, *graph.library.function))
+        return files and hashlib.sha256(repr([parts, files]).encode()).hexdigest()
 
     def shard(self, num_shards: int, index: int) -> DatasetStream:
         """Return the stream of a part of the files."""
@@ -147,14 +173,10 @@ class DatasetStream(_Elements):
             yield from map(self.arrays, elements)
             self._left = None
             return
-        held: list[Arrays] = []
-        for element in elements:
-            held.append(self.arrays(element))
-            if len(held) == _CHUNK:
-                yield _stacked(held)
-                held = []
-        if held:
-            yield _stacked(held)
+        for n in chunk_sizes():
+            if not (chunk := [self.arrays(element) for element in itertools.islice(elements, n)]):
+                break
+            yield _stacked(chunk)
         self._left = None
 
     def _draw(self, iterator: Iterator[Any]) -> None:
@@ -199,26 +221,45 @@ def _nodes(dataset: Any) -> Iterator[Any]:
         yield from _nodes(node)
 
 
-def _files(dataset: Any) -> int:
-    """Return the number of files that ``dataset`` reads one by one; 0 where a step of it counts elements or mixes them.
+def _kind(node: Any) -> str:
+    return type(node).__name__
+
+
+def _chain(dataset: Any) -> list[Any]:
+    """Return the steps from ``dataset`` down to the dataset of the files, which it reads one by one; [] where a step
+    counts elements or mixes files.
     """
-    node, by_file = dataset, False
+    node, by_file, chain = dataset, False, list[Any]()
     while True:
-        kind, inputs = type(node).__name__, _inputs(getattr(node, "_impl", node))
+        kind, inputs = _kind(node), _inputs(getattr(node, "_impl", node))
+        chain.append(node)
         batches = kind in ("_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset") and not by_file
         if not (_is_batched(dataset) if batches else kind in _BY_FILE | _BY_ELEMENT) or len(inputs) > 1:
-            return 0
+            return []
         if bool(np.asarray(getattr(node, "_drop_remainder", False))) or np.asarray(
                 getattr(node, "_filename", b"")).item():  # of a cache
-            return 0
+            return []
         by_file = by_file or kind in _BY_FILE
         if not inputs:
-            return max(0, int(node.cardinality())) if by_file else 0
+            return chain if by_file else []
         node = inputs[0]
 
 
 _OWN_STATE = {"ShuffleDatasetV3": (4, "DummySeedGenerator"), "CacheDatasetV2": (2, "DummyMemoryCache")}
 """Steps with state that copies of a dataset share: their input for it, and the operation that makes a new one."""
+_OF_DATASETS = {"DummySeedGenerator", "DummyMemoryCache", "DummyIterationCounter", "_Retval", "TensorDataset",
+                "TensorSliceDataset", "RangeDataset", "BatchDatasetV2", "ParallelBatchDataset", "PaddedBatchDatasetV2",
+                "MapDataset", "ParallelMapDatasetV2", "FlatMapDataset", "InterleaveDataset", "FilterDataset",
+                "ParallelInterleaveDatasetV2", "ParallelInterleaveDatasetV3", "ParallelInterleaveDatasetV4",
+                "ShuffleDatasetV3", "PrefetchDataset", "OptionsDataset", "RepeatDataset", "CacheDatasetV2",
+                "TakeDataset", "SkipDataset", *_READERS}
+"""Operations of a dataset's graph that give all ranks the same, although some count as stateful."""
+_OF_NAMES = {"Const", "Identity", "Reshape", "ExpandDims", "NoOp"}
+"""Operations that leave the names of files as they are."""
+_COMPRESSIONS = {b"", b"ZLIB", b"GZIP"}
+"""Texts in a reading function that are no names of files."""
+_OTHER_INPUT = {"PyFuncStateless", "ReadFile", "MatchingFiles", "ImmutableConst"}
+"""Operations without state whose results depend on more than their inputs."""
 
 
 def _sharded(dataset: Any, num_shards: int, index: int) -> tf.data.Dataset:
@@ -226,9 +267,7 @@ def _sharded(dataset: Any, num_shards: int, index: int) -> tf.data.Dataset:
 
     Errors: `tf.errors.OpError` where TensorFlow finds no files.
     """
-    flat = tf.nest.flatten(dataset.element_spec)
-    graph = tf.compat.v1.GraphDef.FromString(tf.raw_ops.DatasetToGraphV2(
-        input_dataset=tf.data.experimental.to_variant(dataset), external_state_policy=1).numpy())  # 1: ignore
+    flat, graph = tf.nest.flatten(dataset.element_spec), _graph(dataset)
     for node in [node for node in graph.node if node.op in _OWN_STATE]:
         place, op = _OWN_STATE[node.op]
         own = graph.node.add(name=f"{node.name}/own", op=op)
@@ -239,6 +278,43 @@ def _sharded(dataset: Any, num_shards: int, index: int) -> tf.data.Dataset:
         output_types=[spec.dtype for spec in flat], output_shapes=[spec.shape for spec in flat],
         auto_shard_policy=int(tf.data.experimental.AutoShardPolicy.FILE))
     return tf.data.experimental.from_variant(variant, dataset.element_spec).with_options(dataset.options())
+
+
+def _graph(dataset: Any) -> Any:
+    return tf.compat.v1.GraphDef.FromString(tf.raw_ops.DatasetToGraphV2(
+        input_dataset=tf.data.experimental.to_variant(dataset), external_state_policy=1).numpy())  # 1: ignore
+
+
+def _is_pure(graph: Any, names: Iterable[bytes]) -> bool:
+    """Return whether a dataset's graph and the contents of the files ``names`` determine the elements."""
+    bodies = {function.signature.name: function.node_def for function in graph.library.function}
+    if not all(_is_pure_op(node.op) for body in (graph.node, *bodies.values()) for node in body):
+        return False
+    # A file that a function opens must be one of ``names``: it comes to the function, or through others, as it is.
+    reading, grown = {name for name, body in bodies.items() if any(node.op in _READERS for node in body)}, True
+    while grown:
+        callers = {name for name, body in bodies.items() if any(_calls(node, reading) for node in body)}
+        grown, reading = not callers <= reading, reading | callers
+    known = _COMPRESSIONS | {*names}
+    return all(_keeps_name(node, known) for node in graph.node if node.op == "Const") and all(
+        _keeps_name(node, _COMPRESSIONS) for name in reading for node in bodies[name])
+
+
+def _calls(node: Any, functions: set[str]) -> bool:
+    return any(one.name in functions for value in node.attr.values() for one in (value.func, *value.list.func))
+
+
+def _is_pure_op(op: str) -> bool:
+    known = op_def_registry.get(op)
+    return op in _OF_DATASETS or "Dataset" not in op and op not in _OTHER_INPUT and (
+        known is not None and not known.is_stateful)
+
+
+def _keeps_name(node: Any, known: set[bytes]) -> bool:
+    if node.op == "Const" and node.attr["dtype"].type == tf.string.as_datatype_enum:
+        texts = tf.io.parse_tensor(node.attr["value"].tensor.SerializeToString(), tf.string).numpy()
+        return set(np.reshape(texts, -1).tolist()) <= known
+    return node.op in _OF_NAMES or node.op in _OF_DATASETS
 
 
 def _check_order(node: Any) -> None:

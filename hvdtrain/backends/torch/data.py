@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch.utils.data import (
     default_convert,
 )
 
+from hvdtrain.backends.torch.worker_memory import collation
 from hvdtrain.core.errors import UserError
 from hvdtrain.data import grain_data, hugging_face
 from hvdtrain.data.collate import Collated
@@ -31,9 +33,7 @@ from hvdtrain.data.objects import PyDatasetStream, indexed, of_batches, refuse_o
 from hvdtrain.data.rows import ColumnNames, columns
 from hvdtrain.data.sources import ArraySource, Source, refuse_strings
 from hvdtrain.data.stream import Arrays, Stream
-
-_CHUNK = 64
-"""Samples of an `IterableDataset` that are collated at once; of no consequence for the batches."""
+from hvdtrain.data.stream_reading import chunk_sizes
 
 
 def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames()) -> Source | Stream | None:
@@ -138,6 +138,11 @@ class IterableStream(_Named):
         self._samples: Any = None
         self._state: Any = None
 
+    @property
+    def identity(self) -> str:
+        """Return a text that determines the samples; "" where none does."""
+        return hugging_face.identity_of(self.dataset)
+
     def shard(self, num_shards: int, index: int) -> IterableStream:
         """Return the stream of a part of the files."""
         stream = copy.copy(self)  # with the same rows, whose layout the first sample tells
@@ -152,7 +157,9 @@ class IterableStream(_Named):
         state, self._state = self._state, None
         if state is not None:
             samples.load_state_dict(state)
-        while chunk := list(itertools.islice(samples, _CHUNK)):
+        for n in chunk_sizes():
+            if not (chunk := list(itertools.islice(samples, n))):
+                return
             yield self.read(_collated(chunk))
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -193,6 +200,13 @@ class LoaderStream(_Named):
         # The copy of a loader with a state would share the state.
         if by_sample and isinstance(loader.dataset, IterableDataset) and not hasattr(loader, "load_state_dict"):
             self.num_shards = hugging_face.files_of(loader.dataset)
+
+    @property
+    def identity(self) -> str:
+        """Return a text that determines the samples; "" where none does."""
+        known = self.num_shards and self.loader.worker_init_fn is None  # a function of the user's may ask for the rank
+        of_data = hugging_face.identity_of(self.loader.dataset) if known else ""
+        return of_data and f"{of_data}, {self.loader.batch_size} by {self.loader.num_workers}"
 
     def shard(self, num_shards: int, index: int) -> LoaderStream:
         """Return the stream of a loader of a part of the files."""
@@ -273,10 +287,10 @@ def _of_dataset(state: Any) -> bool:
         for key, value in state.items())
 
 
-def _collated(samples: list[Any]) -> Any:
+def _collated(samples: list[Any], collate: Callable[[list[Any]], Any] = default_collate) -> Any:
     """Collate samples as `tidy` gives them. Errors: `UserError` for what PyTorch cannot collate."""
     try:
-        return default_collate([tidy(sample) for sample in samples])
+        return collate([tidy(sample) for sample in samples])
     except (TypeError, KeyError, RuntimeError) as error:
         if "memory" in str(error):
             raise
@@ -323,7 +337,8 @@ def _seeded(loader: DataLoader, seed: int, epoch: int) -> Iterator[None]:
     for owner in owners:
         owner.generator = generator
     collate = loader.collate_fn
-    loader.collate_fn = _collated if collate is default_collate else collate
+    if collate is default_collate:
+        loader.collate_fn = partial(_collated, collate=collation(loader.num_workers))
     try:
         yield
     finally:

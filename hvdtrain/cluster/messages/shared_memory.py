@@ -5,19 +5,16 @@ All of it is memory without a name (memfd), gone with its last process. A messag
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import itertools
 import mmap
 import os
-import resource
 import secrets
 import select
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +22,8 @@ import numpy as np
 
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.cluster.messages.channel import KINDS, ROOM, begins, copied
-from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
+from hvdtrain.cluster.messages.message_slots import SLOT_HEAD, Slot, files_limited, freed_with, more_files, opened
+from hvdtrain.core.errors import PeerFailed, WaitTimeout
 from hvdtrain.core.processes import AWAKE_S, SPINS
 
 TOKEN_BYTES = 16
@@ -41,10 +39,6 @@ _RECORD = 4
 _TAIL, _RECORDS_AT = 8, 16
 _LANE = _RECORDS_AT + _RECORD * ROOM
 """Words of a lane: messages sent so far, at `_TAIL` messages taken, each on a line of the cache of its own, records."""
-_SLOT_HEAD = 64
-"""Bytes before a message in its slot: a word that is 1 while the slot is taken."""
-_FILES = 1 << 16
-"""Open files that a process asks for at most: a kept message takes two of its sender and one of its receiver."""
 _order = threading.Lock()
 
 
@@ -139,54 +133,12 @@ def _fence() -> None:
         pass
 
 
-def _more_files() -> None:
-    """Let this process open as many files as it may: often that is 1024 by default."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-@contextlib.contextmanager
-def _files() -> Iterator[None]:
-    """Raise `UserError` where no more files may be opened."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            raise
-        raise UserError(f"memory for a message between stages cannot be opened ({error.strerror})", "a limit of "
-                        "open files above three for each micro-batch in flight",
-                        "raise it (ulimit -n), or set fewer pipeline.micro_batches or pipeline.order: 1f1b") from None
-
-
-class _Slot:
-    """Memory of this rank for one message to one rank: ``number`` among all of this rank's, ``words``, ``data``.
-
-    The receiver maps it and reads the message where it lies; it is free once the receiver drops the message.
-    """
-
-    def __init__(self, number: int, nbytes: int) -> None:
-        self.number, self.nbytes = number, 1 << (nbytes - 1).bit_length()  # memory that nobody touches is not there
-        with _files():
-            self.fd = os.memfd_create("hvdtrain-message")
-            os.ftruncate(self.fd, _SLOT_HEAD + self.nbytes)
-            memory = mmap.mmap(self.fd, _SLOT_HEAD + self.nbytes)
-        self.words = np.frombuffer(memory, np.int64, 1)
-        self.data = np.frombuffer(memory, np.uint8, offset=_SLOT_HEAD)
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-
 class _Sending:
     """Messages to one rank under one tag: a ring of records in the host's memory, and slots."""
 
     def __init__(self, lane: np.ndarray, number: Callable[[], int]) -> None:
         self._lane, self._number = lane, number
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
 
     def count(self) -> int:
         return int(self._lane[0] - self._lane[_TAIL])
@@ -202,14 +154,14 @@ class _Sending:
         _fence()
         self._lane[0] = n + 1
 
-    def _slot(self, total: int) -> _Slot:
+    def _slot(self, total: int) -> Slot:
         """Return the smallest free slot that is large enough, a new one where there is none."""
         free = [slot for slot in self._slots if not slot.words[0]]
         for slot in free:
             slot.close()
         fits = [slot for slot in free if slot.nbytes >= total]
         if not fits:
-            fits = [_Slot(self._number(), max(total, mmap.PAGESIZE))]
+            fits = [Slot(self._number(), max(total, mmap.PAGESIZE))]
             self._slots += fits
         return min(fits, key=lambda slot: slot.nbytes)
 
@@ -238,24 +190,14 @@ class _Taking:
         memory = self._mapped.get((self._pid, slot))
         if memory is None:
             try:
-                with _files():
-                    memory = self._mapped[self._pid, slot] = _opened(self._pid, fd, _SLOT_HEAD + nbytes)
+                with files_limited():
+                    memory = self._mapped[self._pid, slot] = opened(self._pid, fd, SLOT_HEAD + nbytes)
             except (FileNotFoundError, PermissionError, ProcessLookupError) as error:  # of a process that ends, or has
                 raise PeerFailed(f"rank {self._source} ended before its message was read") from error
-        data = np.frombuffer(memory, np.uint8, total, _SLOT_HEAD)
-        # Views of the array keep it, not its memory alone: it goes with the last of them.
-        weakref.finalize(data, np.frombuffer(memory, np.int64, 1).__setitem__, 0, 0).atexit = False
+        data = freed_with(memory, total)
         _fence()
         lane[_TAIL] = number + 1
         return data
-
-
-def _opened(pid: int, fd: int, nbytes: int) -> mmap.mmap:
-    own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return mmap.mmap(own, nbytes)
-    finally:
-        os.close(own)
 
 
 class Doorbells:
@@ -355,7 +297,7 @@ class SharedMemoryCarrier:
         n = host.Get_size()
         if n == 1:
             return None
-        _more_files()
+        more_files()
         bells = Doorbells(host)
         memory, _ = map_of(host, n * n * TAGS * _LANE * 8)
         fine = host.allgather(memory is not None and not bells.error)

@@ -1,6 +1,7 @@
 """A stream whose files several hosts divide: each sample once and read once, also after a resume on other hosts."""
 
 import itertools
+import warnings
 
 import numpy as np
 import pytest
@@ -180,6 +181,36 @@ def test_a_divided_epoch_needs_the_files_that_it_began_with():
             feed.walk.replay(Cursor(0, 1, 1, 6))
 
     on_ranks(2, work, [[0], [1]])
+
+
+@pytest.mark.parametrize("hosts", [[[0, 1]], [[0], [1]], [[0, 1], [2, 3]]])
+@pytest.mark.parametrize("identities, draws, extra", [
+    (["a"] * 4, False, 0), ([""] * 4, False, 16), (["a", "b"] * 2, False, 16), (["a"] * 4, True, None)])
+def test_ranks_with_one_identity_read_each_sample_once(hosts, identities, draws, extra):
+    """Others read the first samples to compare them; those that draw random numbers are read by each rank."""
+    class Known(Files):
+        def chunks(self, epoch):
+            for x, y in super().chunks(epoch):
+                yield x, y + np.random.random() if draws else y
+
+    sizes, size = [30, 40, 20, 50], size_of(hosts)
+
+    def work(rank, control):
+        data = Known(sizes)
+        data.identity = identities[rank]
+        feed = feed_of(hosts, rank, control, data, 24)
+        note = feed.walk.settle()
+        feed.sample(24)
+        return note, [held(feed.epoch(Cursor(epoch)))[0] for epoch in range(2)], feed.walk.decodes
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ranks = on_ranks(size, work, hosts)
+    for epoch in range(2):
+        assert draws or sorted(sum((samples[epoch] for _, samples, _ in ranks), [])) == list(range(140))
+    decodes = sum(n for *_, n in ranks)
+    assert all(("global random generators" in note) == draws for note, *_ in ranks)
+    assert draws or 280 <= decodes <= 280 + extra * size and (decodes == 280) == (extra == 0)
 
 
 def test_a_shuffle_buffer_is_one_of_each_shard():

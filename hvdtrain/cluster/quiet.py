@@ -147,10 +147,10 @@ class _Loader(importlib.abc.Loader):
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Look for no garbage during an import, nor later among the objects there are at its end.
+    """Collect no garbage during an import, and leave the objects there are at its end out of later collections.
 
-    Modules live as long as the process. Each full collection would go through their million of objects, and so would
-    the last ones at the end of the process: of a short run these took half of the CPU time.
+    Modules live as long as the process: 0.3 million objects of PyTorch, 0.6 of Keras. Collections of them, with the
+    last ones at the end of the process, took a fourth of the CPU time of a short run.
     """
     was_on = gc.isenabled()
     gc.disable()

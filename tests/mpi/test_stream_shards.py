@@ -140,4 +140,4 @@ def test_hosts_divide_the_files_of_a_stream(control, comm, framework, tmp_path):
         assert alone.ledger["epochs"] == EPOCHS and not alone.ledger["unchecked"]
     control.barrier("the rest is read")
     rest = sum(control.gather(seen.rows), [])
-    assert sorted([*before, *after, *rest]) == want, "each sample once, on hosts with more files, with fewer, and on one"
+    assert sorted([*before, *after, *rest]) == want, "each sample once: more files a host, fewer, one host"

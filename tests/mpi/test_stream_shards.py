@@ -15,7 +15,7 @@ from small_runs import FRAMEWORKS, apart, config, fitted, make_model, samples, s
 
 from hvdtrain.cluster.control import MpiControl
 from hvdtrain.cluster.messages.shared_memory import SharedMemoryCarrier
-from hvdtrain.config import CheckpointConfig, DataConfig
+from hvdtrain.config import CheckpointConfig, DataConfig, DataParallelConfig, RebalanceConfig
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.callbacks.base import Callback
 
@@ -124,9 +124,20 @@ def test_hosts_divide_the_files_of_a_stream(control, comm, framework, tmp_path):
 
     x, _ = samples(N)
     want = sorted((epoch, float(first)) for epoch in range(EPOCHS) for first in x[:, 0])
-    stopped = {"global_batch": 16, "checkpoint": CheckpointConfig(at_end=True)}
+    stopped = {"global_batch": 16, "checkpoint": CheckpointConfig(at_end=True), "accumulate": 2, "balance": "auto",
+               "rebalance": RebalanceConfig(probe_s=0.05, probe_cache=False),
+               "data_parallel": DataParallelConfig("zero", stage=2)}
     _, before = trained(hosts, SIZES, "stopped", max_steps=4, **stopped)
-    run, after = trained(OTHER_HOSTS[control.size], SIZES, "stopped", resume="auto", **stopped)
-    assert sorted([*before, *after]) == want, "each sample once, on hosts with more files and with fewer"
-    assert run.ledger["epochs"] == EPOCHS and not run.ledger["unchecked"]
+    run, after = trained(OTHER_HOSTS[control.size], SIZES, "stopped", resume="auto", max_steps=13, **stopped)
     assert control.rank or any("are read again by a host" in note for note in run.notes)
+    seen, step = Seen(), run.state.cursor.step
+    if control.rank == 0:  # the last epoch was divided too; one rank reads the rest of its shards
+        alone = solo(replace(run.config, max_steps=0, resume="auto", data_parallel=DataParallelConfig()),
+                     make_model(framework), stream_of(framework, out, SIZES, control.rank))
+        alone.callbacks.insert(0, seen)
+        fitted(alone)
+        assert step == 13 < alone.state.cursor.step, "it trained on"
+        assert alone.ledger["epochs"] == EPOCHS and not alone.ledger["unchecked"]
+    control.barrier("the rest is read")
+    rest = sum(control.gather(seen.rows), [])
+    assert sorted([*before, *after, *rest]) == want, "each sample once: more files a host, fewer, one host"

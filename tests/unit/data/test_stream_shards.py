@@ -213,6 +213,24 @@ def test_ranks_with_one_identity_read_each_sample_once(hosts, identities, draws,
     assert draws or 280 <= decodes <= 280 + extra * size and (decodes == 280) == (extra == 0)
 
 
+@pytest.mark.parametrize("hosts", [[[0, 1]], [[0], [1]]])
+@pytest.mark.parametrize("identities", [["", ""], ["a", "b"], ["a", ""], [None, None], [1, 1]])
+def test_a_stream_that_differs_between_ranks_is_read_by_each(hosts, identities):
+    class OfRank(Files):
+        def chunks(self, epoch):
+            for x, y in super().chunks(epoch):
+                yield x, y + self.rank
+
+    def work(rank, control):
+        data = OfRank([30, 40, 20, 50])
+        data.identity, data.rank = identities[rank], rank
+        feed = feed_of(hosts, rank, control, data, 24)
+        return feed.walk.settle(), feed.walk.readers.shards
+
+    assert on_ranks(2, work, hosts) == [
+        ("data.readers: each rank reads the whole stream: the ranks read different samples at its start", 1)] * 2
+
+
 def test_a_shuffle_buffer_is_one_of_each_shard():
     stream = ShuffledStream(Files([9, 9, 9]), 6, seed=3)
     shards = [stream.shard(3, i) for i in range(3)]

@@ -98,8 +98,8 @@ def _parser() -> cli.Parser:
     add("--batch", type=cli.whole("--batch", 1), default=64,
         help="samples of a rank in weak scaling, of all ranks in strong scaling")
     add("--seconds", type=cli.number("--seconds", 0, 3600), default=4.0, metavar="S", help="time of each measurement")
-    add("--rounds", type=cli.whole("--rounds", 1), default=1, metavar="N", help="measurements of each job, interleaved; "
-        "the median counts")
+    add("--rounds", type=cli.whole("--rounds", 1), default=1, metavar="N",
+        help="measurements of each job, interleaved; the median counts")
     add("--threads", type=cli.whole("--threads", 1), default=1, help="compute threads of a rank")
     add("--picture", default="", metavar="FILE", help="draw the curves as SVG into this file")
     add("--mpirun_args", default="", metavar="TEXT", help="more options of mpirun")

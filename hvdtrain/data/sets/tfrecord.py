@@ -165,30 +165,35 @@ def _numbers(data: bytes, start: int, stop: int, number: int) -> np.ndarray:
     return np.add.reduceat(words, starts).view(np.int64)
 
 
-def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (number, first byte, end) of each field of the protocol buffer ``data[at:end]``; (number, value, -1) of an
+def _fields(data: bytes, at: int, end: int) -> list[tuple[int, int, int]]:
+    """Return (number, first byte, end) of each field of the protocol buffer ``data[at:end]``; (number, value, -1) of an
     int. Offsets and no views: each of them would be one more object to make.
     """
     if end < 0:
         raise ValueError("a whole number in place of a message")
+    found = []
     while at < end:
-        tag, at = _varint(data, at)
+        tag, at = data[at], at + 1
+        if tag > 127:  # most numbers have one byte, and a call takes longer than the rest of this loop
+            tag, at = _varint(data, at - 1)
         kind = tag & 7
         if kind == 0:
             value, at = _varint(data, at)
             if at > end:
                 raise ValueError("a field is cut off")
-            yield tag >> 3, value, -1
+            found.append((tag >> 3, value, -1))
             continue
-        length = {1: 8, 5: 4}.get(kind, 0)
         if kind == 2:
-            length, at = _varint(data, at)
-        elif not length:
+            length, at = data[at], at + 1
+            if length > 127:
+                length, at = _varint(data, at - 1)
+        elif not (length := {1: 8, 5: 4}.get(kind, 0)):
             raise ValueError(f"a field of wire type {kind}")
         if at + length > end:
             raise ValueError("a field is cut off")
-        yield tag >> 3, at, at + length
+        found.append((tag >> 3, at, at + length))
         at += length
+    return found
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

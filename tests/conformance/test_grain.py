@@ -14,7 +14,7 @@ from hvdtrain.cluster.control import SoloControl  # noqa: E402
 from hvdtrain.config import DataConfig  # noqa: E402
 from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.core.protocols.types import Cursor  # noqa: E402
-from hvdtrain.data import grain_data, stream_state  # noqa: E402
+from hvdtrain.data import stream_reading, stream_state  # noqa: E402
 from hvdtrain.data.feed import Feed  # noqa: E402
 from hvdtrain.data.sources import Source, interpret  # noqa: E402
 
@@ -67,7 +67,7 @@ def test_rows_and_batches_of_grain_train(framework):
     lambda: loader(shuffle=True, seed=1), lambda: loader([grain.transforms.Batch(7)])])
 def test_a_stream_of_grain_is_continued_at_its_state(framework, data, monkeypatch):
     monkeypatch.setattr(stream_state, "LEAST_INTERVAL", 0)
-    monkeypatch.setattr(grain_data, "_CHUNK", 5)
+    monkeypatch.setattr(stream_reading, "_CHUNK", 5)
     whole, *_ = walked(framework, data, Cursor(1))
     first, state, *_ = walked(framework, data, Cursor(1), 3)
     rest, _, note, decodes = walked(framework, data, Cursor(1, 3, 3, 24), restored=state)

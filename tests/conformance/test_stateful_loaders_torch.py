@@ -129,7 +129,7 @@ def walked(make, cursor, n=0, restored=None):
     lambda: stateful(Place()), lambda: stateful(Walks()), Place, Walks, hugging_face])
 def test_a_resume_begins_at_the_state(make, monkeypatch):
     if make in (Place, Walks, hugging_face):
-        monkeypatch.setattr("hvdtrain.backends.torch.data._CHUNK", 7)
+        monkeypatch.setattr("hvdtrain.data.stream_reading._CHUNK", 7)
     whole, *_ = walked(make, Cursor(1))
     steps, state, *_ = walked(make, Cursor(1), 4)
     assert steps == whole[:4] and sorted(sum(whole, [])) == list(range(N)) and 0 < state["samples"] <= 32
@@ -145,7 +145,7 @@ def test_a_resume_begins_at_the_state(make, monkeypatch):
     (lambda: stateful(hugging_face(shuffled=True)), "other samples follow"),
     (lambda: stateful(Behind()), "other samples follow")])
 def test_a_stream_whose_state_does_not_lead_back_is_read_again(make, words, monkeypatch):
-    monkeypatch.setattr("hvdtrain.backends.torch.data._CHUNK", 7)
+    monkeypatch.setattr("hvdtrain.data.stream_reading._CHUNK", 7)
     whole, *_ = walked(make, Cursor(1))
     _, state, *_ = walked(make, Cursor(1), 4)
     rest, _, note, _ = walked(make, Cursor(1, 4, 4, 32), restored=state)

@@ -28,7 +28,7 @@ def train(ranks, out, *more, die=None):
     argv = ["-m", "hvdtrain", "train", "--model", f"{WORK}:torch_model", "--data.name", f"{WORK}:data",
             "--global_batch", "13", "--max_steps", str(STEPS), "--epochs", "100", "--eval_every", "3", "--lr", "0.01",
             "--optimizer.name", "Adam", "--schedule.warmup_steps", "25", "--checkpoint.every_steps", str(EVERY),
-            "--progress", "off", "--seed", "3", "--out", str(out), *more]
+            "--progress", "off", "--seed", "3", "--data.workers", "0", "--out", str(out), *more]
     env = {DIE: f"{die[0]}:{die[1]}:{out / 'checkpoints'}"} if die else {}
     return mpirun(ranks, argv, 100, env) if ranks > 1 else run([sys.executable, *argv], 100, env)
 

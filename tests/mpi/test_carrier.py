@@ -149,4 +149,4 @@ def test_no_more_open_files_are_said_in_words(monkeypatch):
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     with pytest.raises(UserError, match=r"Too many open files.*ulimit -n"):
-        message_slots.Slot(1, 10)
+        message_slots.MessageSlot(1, 10)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from hvdtrain.cluster.messages.message_slots import SLOT_HEAD, Slot, freed_with, opened
+from hvdtrain.cluster.messages.message_slots import SLOT_HEAD, MessageSlot, freed_with, opened
 
 try:
     from torch.utils.data._utils.collate import collate, default_collate_fn_map
@@ -40,7 +40,7 @@ class SharedCollate:
     """Collate as `default_collate` does, with large tensors in the worker's shared memory."""
 
     def __init__(self) -> None:
-        self._slots: list[Slot] = []
+        self._slots: list[MessageSlot] = []
 
     def __call__(self, samples: list[Any]) -> Any:
         return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: self._stacked})
@@ -59,11 +59,11 @@ class SharedCollate:
         torch.stack(list(tensors), out=out)
         return _InSlot(slot, out)
 
-    def _free(self, nbytes: int) -> Slot:
+    def _free(self, nbytes: int) -> MessageSlot:
         """Return the smallest slot that is large enough and that the rank has let go, a new one where there is none."""
         fits = [slot for slot in self._slots if slot.nbytes >= nbytes and not slot.words[0]]
         if not fits:
-            fits = [Slot(secrets.randbits(63), nbytes)]
+            fits = [MessageSlot(secrets.randbits(63), nbytes)]
             self._slots += fits
         return min(fits, key=lambda slot: slot.nbytes)
 
@@ -74,7 +74,7 @@ class SharedCollate:
 class _InSlot:
     """A tensor in a slot of a worker, which is unpickled as a tensor."""
 
-    def __init__(self, slot: Slot, tensor: torch.Tensor) -> None:
+    def __init__(self, slot: MessageSlot, tensor: torch.Tensor) -> None:
         self._slot, self._tensor = slot, tensor
 
     def __reduce__(self) -> tuple[Any, ...]:

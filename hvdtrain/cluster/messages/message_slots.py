@@ -1,4 +1,4 @@
-"""Memory without a name (memfd) that one process writes and another one maps: `Slot`, `opened`, `freed_with`.
+"""Memory without a name (memfd) that one process writes and another one maps: `MessageSlot`, `opened`, `freed_with`.
 
 Owns the limit of open files. `hvdtrain.cluster.messages.shared_memory` decides which messages use a slot.
 """
@@ -45,7 +45,7 @@ def files_limited() -> Iterator[None]:
                         "prefetch_factor") from None
 
 
-class Slot:
+class MessageSlot:
     """Memory of this rank for one message to one rank: ``number`` among all of this rank's, ``words``, ``data``.
 
     The receiver maps it and reads the message where it lies; it is free once the receiver drops the message.

@@ -22,7 +22,14 @@ import numpy as np
 
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.cluster.messages.channel import KINDS, ROOM, begins, copied
-from hvdtrain.cluster.messages.message_slots import SLOT_HEAD, Slot, files_limited, freed_with, more_files, opened
+from hvdtrain.cluster.messages.message_slots import (
+    SLOT_HEAD,
+    MessageSlot,
+    files_limited,
+    freed_with,
+    more_files,
+    opened,
+)
 from hvdtrain.core.errors import PeerFailed, WaitTimeout
 from hvdtrain.core.processes import AWAKE_S, SPINS
 
@@ -138,7 +145,7 @@ class _Sending:
 
     def __init__(self, lane: np.ndarray, number: Callable[[], int]) -> None:
         self._lane, self._number = lane, number
-        self._slots: list[Slot] = []
+        self._slots: list[MessageSlot] = []
 
     def count(self) -> int:
         return int(self._lane[0] - self._lane[_TAIL])
@@ -154,14 +161,14 @@ class _Sending:
         _fence()
         self._lane[0] = n + 1
 
-    def _slot(self, total: int) -> Slot:
+    def _slot(self, total: int) -> MessageSlot:
         """Return the smallest free slot that is large enough, a new one where there is none."""
         free = [slot for slot in self._slots if not slot.words[0]]
         for slot in free:
             slot.close()
         fits = [slot for slot in free if slot.nbytes >= total]
         if not fits:
-            fits = [Slot(self._number(), max(total, mmap.PAGESIZE))]
+            fits = [MessageSlot(self._number(), max(total, mmap.PAGESIZE))]
             self._slots += fits
         return min(fits, key=lambda slot: slot.nbytes)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import threading
 import time
 from collections import deque
 
@@ -28,14 +29,21 @@ PROBE_AT = 0.5
 """Fraction of the time to the limit after which a run that has never saved does, to learn how long a save takes."""
 
 
+_trained = threading.Event()
+"""Set by the first step of this process: what has passed since its begin is then more than a start."""
+
+
 class RunLimit:
     """The moment at which the job has to be over; ``ends_at``: unix seconds, 0 without a limit.
 
-    ``limit_s``: its length, for the reserve before the first save. ``what``: names the limit in messages.
+    ``limit_s``: its length, for the reserve before the first save. ``what``: names the limit in messages. ``whole``: a
+    job that begins again has ``limit_s``; of a scheduler's limit only what was left at the begin of this process is
+    known.
     """
 
-    def __init__(self, ends_at: float = 0.0, limit_s: float = 0.0, what: str = "time limit") -> None:
-        self.ends_at, self.limit_s, self.what = ends_at, limit_s, what
+    def __init__(self, ends_at: float = 0.0, limit_s: float = 0.0, what: str = "time limit", whole: bool = True
+                 ) -> None:
+        self.ends_at, self.limit_s, self.what, self.whole = ends_at, limit_s, what, whole
         self.begun_at = self.start_s = self.save_s = self.evaluation_s = 0.0
         self._steps: deque[float] = deque(maxlen=KEPT_STEPS)
         self._first_s, self._ends_s = 0.0, ends_s(0.0, limit_s)
@@ -49,6 +57,7 @@ class RunLimit:
 
     def step(self, seconds: float, met: bool) -> None:
         """Count a step; ``met``: the ranks agreed in it, so that all would have heard of a wish to end."""
+        _trained.set()
         if self._first_s:
             self._steps.append(seconds)
         self._first_s = self._first_s or seconds
@@ -71,8 +80,8 @@ class RunLimit:
     def impossible(self, run: Run) -> UserError | None:
         """Return the error where even a job that begins with this limit has no time for a step and a save, or None."""
         needed_s = self.needed_s(run)
-        return too_short(self.what, self.limit_s, self.start_s, needed_s) if (
-            self.start_s + needed_s >= self.limit_s) else None
+        too_long = self.start_s + needed_s >= self.limit_s and self.whole and not _trained.is_set()
+        return too_short(self.what, self.limit_s, self.start_s, needed_s) if too_long else None
 
     def probes(self, run: Run, now: float) -> bool:
         """Return whether a save is to be made now, to learn how long one takes."""
@@ -106,11 +115,14 @@ def too_short(what: str, limit_s: float, start_s: float, needed_s: float) -> Use
 
 
 def check_start(config: Config, control: Control) -> None:
-    """Raise `UserError` on all ranks once the start has used up ``time_limit``, by rank 0's clock; collective."""
+    """Raise `UserError` on all ranks once the start has used up ``time_limit``, by rank 0's clock; collective.
+
+    After an earlier fit of this process the run ends before its first step instead, to be continued.
+    """
     if limit_s := config.time_limit_s():
-        start_s = control.bcast(time.time() - causes.started_at())
+        start_s = control.bcast(0.0 if _trained.is_set() else time.time() - causes.started_at())
         needed_s = ends_s(start_s, limit_s, control.size)
-        if start_s + needed_s >= limit_s:
+        if start_s and start_s + needed_s >= limit_s:
             raise too_short("time limit", limit_s, start_s, needed_s)
 
 
@@ -123,7 +135,7 @@ def limit_of(run: Run) -> RunLimit:
     limit_s = config.time_limit_s()
     ends_at = causes.ends_at(limit_s)
     begun = float(os.environ.get(causes.STARTED_AT, causes.started_at()))  # the supervisor's, of several attempts
-    by_time = RunLimit(ends_at, limit_s or max(0.0, ends_at - begun))
+    by_time = RunLimit(ends_at, limit_s or max(0.0, ends_at - begun), whole=limit_s > 0)
     if not config.budget:
         return by_time
 

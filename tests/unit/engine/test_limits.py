@@ -1,6 +1,7 @@
 """Limits of time and money: when they end a run, what an attempt has cost, and prices that are missing."""
 
 import json
+import threading
 import time
 
 import pytest
@@ -10,6 +11,7 @@ from hvdtrain.cluster.liveness import causes
 from hvdtrain.config.texts import ENDS_S
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import loop
+from hvdtrain.engine.callbacks import limits as limits_module
 from hvdtrain.engine.callbacks.limits import RunLimit, limit_of
 
 HOSTS = "hosts: [{{name: '*', devices: CPU, price_per_hour: {price}}}]"
@@ -37,6 +39,18 @@ def test_a_budget_is_the_time_that_it_pays_for(tmp_path, monkeypatch):
     assert sooner.ends_at == pytest.approx(begun + 100, abs=1) and sooner.what == "time limit"
     free, = limits(1, config(budget=2.0, inventory=priced(tmp_path, HOSTS.format(price=0))))
     assert free.ends_at == 0
+
+
+def test_a_start_that_uses_up_the_time_limit_is_refused_but_not_after_an_earlier_fit(monkeypatch):
+    now = time.time()
+    monkeypatch.setattr(causes, "started_at", lambda: now - 50)
+    monkeypatch.setattr(limits_module, "_trained", trained := threading.Event())
+    with pytest.raises(UserError, match="time limit of 40 s, of which the start took 5"):
+        limits(2, config(time_limit="40"))
+    trained.set()
+    assert all(one.whole for one in limits(2, config(time_limit="40")))
+    monkeypatch.setenv(causes.ENDS_AT, str(now + 3))
+    assert not any(one.whole for one in limits(2, config())), "of a scheduler's limit the length is not known"
 
 
 @pytest.mark.parametrize("text, words", [("hosts: [{name: '*', devices: CPU}]", "no price"),

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from hvdtrain.config import CheckpointConfig, Named
 from hvdtrain.config.texts import ENDS_S, LAUNCHER_ENDS_S, LEAST_RESERVE_S, ends_s, reserve_s, seconds_of
 from hvdtrain.core.errors import Interrupted, UserError
 from hvdtrain.engine import loop
+from hvdtrain.engine.callbacks import limits
 from hvdtrain.engine.callbacks import preempt as preempting
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.limits import RunLimit
@@ -122,18 +124,25 @@ def test_a_known_limit_ends_it_before(tmp_path):
         assert 5 <= run.state.cursor.step <= 9
 
 
-@pytest.mark.parametrize("limit_s", [3.0, 100.0])
-def test_a_limit_that_the_start_has_used_up_ends_it_before_a_step(tmp_path, monkeypatch, limit_s):
-    """A second is left: of a short limit no job could use more, of a long one earlier attempts have used the rest."""
+@pytest.mark.parametrize("limit_s, whole, earlier_fit, refused", [
+    (3.0, True, False, True), (100.0, True, False, False), (3.0, True, True, False), (3.0, False, False, False)])
+def test_a_limit_that_the_start_has_used_up_ends_it_before_a_step(tmp_path, monkeypatch, limit_s, whole, earlier_fit,
+                                                                  refused):
+    """A second is left: of a short limit no job could use more; else earlier attempts, an earlier fit of this process,
+    or what ran before in a scheduler's job have used the rest."""
     monkeypatch.setattr(causes, "started_at", lambda: 998.0)
+    monkeypatch.setattr(limits, "_trained", threading.Event())
+    if earlier_fit:
+        first = config(out=str(tmp_path / "first"), epochs=1)
+        lockstep(2, first, lambda rank: make_model("numpy"), samples(96), loop.fit)
     settings = config(out=str(tmp_path / "run"), epochs=10**6)
 
     def work(run):
-        preempt(run).__init__(RunLimit(1001.0, limit_s), Clock(1000.0 if run.control.rank == 0 else 5.0))
+        preempt(run).__init__(RunLimit(1001.0, limit_s, whole=whole), Clock(1000.0 if run.control.rank == 0 else 5.0))
         loop.fit(run)
         return run
 
-    if limit_s == 3.0:
+    if refused:
         with pytest.raises(UserError, match="limit of 3 s, of which the start took 2.0 s.* Raise"):
             lockstep(2, settings, lambda rank: make_model("numpy"), samples(96), work)
         assert not (tmp_path / "run").exists()

@@ -46,7 +46,7 @@ def known(device: str, workload: str) -> list[Calibration]:
     """Return the calibrations of ``device`` that are kept of a workload, the oldest first, corrected by later runs."""
     found = []
     for row in _rows(device):
-        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):  # int(Infinity)
             if row["workload"] == workload:
                 found.append(corrected(made := _read(device, row), runs_of(made)))
     return found
@@ -105,6 +105,8 @@ def _read(device: str, row: dict[str, Any]) -> Calibration:
     codecs = {str(name): CodecCost(*_numbers([codec_s, ratio]), _numbers([later_s, 0.0])[0],
                                    tuple(int(n) for n in nbytes))
               for name, (codec_s, ratio, later_s, nbytes) in row["codecs"].items()}
+    if min((n for codec in codecs.values() for n in codec.bucket_bytes), default=0) < 0:
+        raise ValueError(row)
     zero = None
     if row["zero"] is not None:
         ranks, shard_s, copy_s, overlaps = row["zero"]
@@ -132,7 +134,7 @@ def _rows(device: str) -> list[dict[str, Any]]:
         path = balance_probe.cache_folder("calibration") / f"{_slug(device)}.json"
         if path.stat().st_size <= LARGEST:
             found = json.loads(path.read_text(encoding="utf-8"))
-            if found["version"] == VERSION:
+            if (found["version"], found["device"]) == (VERSION, device):  # names may share a file's name
                 return [row for row in found["calibrations"] if isinstance(row, dict)]
     return []
 

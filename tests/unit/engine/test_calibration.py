@@ -1,6 +1,7 @@
 """The file of calibrations: kept whole, read strictly, bounded."""
 
 import json
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -37,10 +38,16 @@ def test_a_calibration_is_read_back_by_device_and_workload(cache):
     assert len(json.loads((cache / "nvidia-x-40gb.json").read_text())["calibrations"]) == calibration_file.MOST_ENTRIES
 
 
+def test_a_device_whose_name_gives_the_same_file_is_another(cache):
+    calibration_file.keep(replace(MADE, device="升腾"), "model")
+    assert calibration_file.known("寒武纪", "model") == [] != calibration_file.known("升腾", "model")
+
+
 @pytest.mark.parametrize("change", [
     {"line": [0.0, 0.0]}, {"line": [-1.0, 1.0]}, {"line": ["a", 1.0]}, {"sizes": []}, {"error": 2.0}, {"late": 1.5},
     {"within": [1.0]}, {"codecs": 3}, {"codecs": {"fp16": [1e-3, 0.5]}},
-    {"accumulate_s": -1.0}, {"zero": [2, 1e-3]}, {"zero": 3}, {"save_s": None}, {"local": "four"}])
+    {"accumulate_s": -1.0}, {"zero": [2, 1e-3]}, {"zero": 3}, {"save_s": None}, {"local": "four"},
+    {"sizes": [math.inf]}, {"local": math.inf}, {"codecs": {"fp16": [1e-3, 0.5, 0.0, [-400]]}}])
 def test_a_damaged_entry_is_left_out(cache, change):
     calibration_file.keep(MADE, "model")
     path = cache / "nvidia-x-40gb.json"

@@ -16,6 +16,7 @@ from small_runs import FRAMEWORKS, apart, config, fitted, make_model, samples, s
 from hvdtrain.cluster.control import MpiControl
 from hvdtrain.cluster.messages.shared_memory import SharedMemoryCarrier
 from hvdtrain.config import CheckpointConfig, DataConfig, DataParallelConfig, RebalanceConfig
+from hvdtrain.data.stream_reading import HEAD_ROWS
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.callbacks.base import Callback
 
@@ -120,7 +121,10 @@ def test_hosts_divide_the_files_of_a_stream(control, comm, framework, tmp_path):
     assert run.ledger["epochs"] == EPOCHS and not run.ledger["unchecked"]
     if control.rank == 0:
         last = json.loads((Path(run.out) / "log.jsonl").read_text().splitlines()[-1])
-        assert last["decodes"] == EPOCHS * sum(even), "none to compare the ranks, whose files have the same names"
+        # None to compare the ranks, whose files are the same. Where a process of TensorFlow's has made other graphs
+        # before than its peers, names in its graph may differ: then the ranks compare the first samples.
+        more = control.size * HEAD_ROWS if framework == "tensorflow" else 0
+        assert last["decodes"] in (EPOCHS * sum(even), EPOCHS * sum(even) + more)
 
     x, _ = samples(N)
     want = sorted((epoch, float(first)) for epoch in range(EPOCHS) for first in x[:, 0])

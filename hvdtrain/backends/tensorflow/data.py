@@ -9,12 +9,14 @@ import copy
 import hashlib
 import itertools
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from google.protobuf import text_format
 from tensorflow.python.framework import op_def_registry
 
 from hvdtrain.core.errors import UserError
@@ -42,6 +44,7 @@ _BY_ELEMENT = {"_MapDataset", "_ParallelMapDataset", "_ShuffleDataset", "_Prefet
 _READS, _MAPS = _BY_FILE - {"_FilterDataset"}, {"_MapDataset", "_ParallelMapDataset"}
 _READERS = {"TFRecordDataset", "TFRecordDatasetV2", "TextLineDataset", "FixedLengthRecordDatasetV2"}
 """Operations that open files by name."""
+_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
 
 def adapt(obj: Any, seed: int = 0, rows: ColumnNames = ColumnNames(nests=True)) -> Source | Stream | None:
@@ -146,8 +149,7 @@ class DatasetStream(_Elements):
         for node in graph.node:  # numbers of this process' datasets
             node.attr.pop("metadata", None)
             node.name = node.name.partition("/")[0] if node.name.startswith("FileIdentity/") else node.name
-        parts = sorted(part.SerializeToString(deterministic=True) for part in (*graph.node, *graph.library.function))
-        return files and hashlib.sha256(repr([parts, files]).encode()).hexdigest()
+        return files and hashlib.sha256(repr([_named_alike(graph), files]).encode()).hexdigest()
 
     def shard(self, num_shards: int, index: int) -> DatasetStream:
         """Return the stream of a part of the files."""
@@ -190,6 +192,18 @@ class DatasetStream(_Elements):
                 pass
         elif self._shuffles > 1:
             next(iterator, None)
+
+
+def _named_alike(graph: Any) -> list[str]:
+    """Return the parts of a graph as text, its functions named by their order: their numbers count all of a process."""
+    names = sorted((function.signature.name for function in graph.library.function), key=_number)
+    order = {name: f"{name.rstrip('0123456789')}{i}" for i, name in enumerate(names)}
+    texts = map(text_format.MessageToString, (*graph.node, *graph.library.function))
+    return sorted(_QUOTED.sub(lambda found: f'"{order.get(found[1], found[1])}"', text) for text in texts)
+
+
+def _number(name: str) -> int:
+    return int(name[len(name.rstrip("0123456789")):] or 0)
 
 
 def _array(part: Any) -> np.ndarray:
